@@ -5,9 +5,19 @@ pytest-asyncio is in strict mode (pyproject.toml): it runs only tests marked `as
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 with tokenizer and chat template (tests/models.py); shared by all tests: read only."""
+    from tests.models import make_tiny_base
+
+    return make_tiny_base(tmp_path_factory.mktemp("tiny") / "base")
