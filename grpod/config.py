@@ -1,7 +1,10 @@
 """Every key of the config, its default and its meaning: the README's table and `grpod config --schema` are made from here.
 
 Parsed once, strictly (`configure.py`), then trusted. A key is *agreed* (kept in run.json; who joins a run must not differ)
-or *local* to the machine: `agreed()` marks the former.
+or *local* to the machine: `agreed()` marks the former. An *offered* key is local, but run.json tells it to who joins with
+nothing but the run's URL: where the base model and the data set are found by name.
+
+No key is required here: what a role cannot do without, `configure.check_roles` asks for.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ def local(default: Any = ..., *, doc: str, **limits: Any) -> Any:
     return Field(default, description=doc, json_schema_extra={"agreed": False}, **limits)
 
 
+def offered(default: Any = ..., *, doc: str) -> Any:
+    return Field(default, description=doc, json_schema_extra={"agreed": False, "offered": True})
+
+
 def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a number was expected, not yes/no")
@@ -27,6 +34,7 @@ def _no_bool(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_no_bool)]
+Count = Annotated[Int, Field(ge=1)]
 Float = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 
 
@@ -47,12 +55,13 @@ class RunSection(Section):
     startup_timeout_s: Float = local(600.0, gt=0, doc="how long a role waits for what it depends on, then exit 75")
     grace_s: Float = local(30.0, gt=0, doc="how long a role may take to end after a signal")
     lease_ttl_s: Float = agreed(30.0, gt=0, doc="a learner that has not beaten for this long may be replaced")
+    restart: bool = local(False, doc="begin again at step 0 when no whole checkpoint is left")
     stop_at_reward: Float | None = agreed(None, doc="end the run when the mean reward of 5 steps reaches this")
 
 
 class ModelSection(Section):
-    base: str = local(doc="base model: a folder (relative to the config file) or a Hub id")
-    revision: str | None = local(None, doc="revision of a Hub id")
+    base: str = offered("", doc="base model: a folder (relative to the config file) or a Hub id")
+    revision: str | None = offered(None, doc="revision of a Hub id")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = agreed("auto", doc="of the base model's weights")
     max_model_len: Int = agreed(2048, ge=8, doc="prompt and completion tokens together, at most")
     prepare: str = local("", doc='"file.py:function", called as function(folder) once, under a lock, when base is missing')
@@ -66,7 +75,8 @@ class LoraSection(Section):
 
 
 class DataSection(Section):
-    source: str = local(doc="a JSONL or Parquet file, or a data set's Hub id")
+    source: str = offered("", doc="a JSONL or Parquet file, or a data set's Hub id")
+    subset: str | None = agreed(None, doc="subset (configuration) of a Hub data set, such as main of openai/gsm8k")
     split: str = agreed("train", doc="split of a Hub data set")
     prompt_column: str = agreed("prompt", doc="a text, or a list of messages")
     order: Literal["shuffle", "epoch"] = agreed("shuffle", doc="shuffle anew in every data epoch, or as it stands")
@@ -105,18 +115,18 @@ class GeneratorSection(Section):
         "embedded", doc="embedded: transformers, for CPUs; vllm; remote: a URL"
     )
     group_size: Int = agreed(8, ge=2, doc="rollouts that share a prompt")
-    sampling: SamplingSection = agreed(SamplingSection(), doc="")
-    max_in_flight: Int | Literal["auto"] = local("auto", doc="groups in flight at a replica")
+    sampling: SamplingSection = agreed(SamplingSection(), doc="how completions are drawn")
+    max_in_flight: Count | Literal["auto"] = local("auto", doc="groups in flight at a replica")
     devices: list[str] = local([], doc="one replica each, as CUDA names them; empty: one replica on what there is")
     advertise: str = local("", doc="URL under which the proxy reaches the replica; empty: it is not registered")
     idle_exit_s: Float | None = local(
-        None, doc="end when there was no credit for so long; default 1800 in Jobs, never elsewhere"
+        None, gt=0, doc="end when there was no credit for so long; default 1800 in Jobs, never elsewhere"
     )
     reward_workers: Int = local(2, ge=1, doc="processes that score")
     ship_every_s: Float = local(5.0, gt=0, doc="upper bound of the time that a finished group waits to be shipped")
     state_every_s: Float = local(5.0, gt=0, doc="heartbeat")
-    vllm: VllmSection = local(VllmSection(), doc="")
-    remote: RemoteSection = local(RemoteSection(), doc="")
+    vllm: VllmSection = local(VllmSection(), doc="engine vllm")
+    remote: RemoteSection = local(RemoteSection(), doc="engine remote")
 
 
 class LossSection(Section):
@@ -145,11 +155,11 @@ class LearnerSection(Section):
     weight_decay: Float = agreed(0.0, ge=0, doc="AdamW")
     max_grad_norm: Float = agreed(1.0, gt=0, doc="clip")
     publish_every: Int = agreed(1, ge=1, doc="steps between versions")
-    checkpoint_every: Int | Literal["auto"] = agreed("auto", doc="steps; auto: at every publish while it is small (64 MB)")
+    checkpoint_every: Count | Literal["auto"] = agreed("auto", doc="steps; auto: at every publish while it is small (64 MB)")
     keep_checkpoints: Int = agreed(3, ge=1, doc="older ones are deleted")
     token_budget: Int = agreed(8192, ge=16, doc="tokens of one forward pass; a longer rollout has one of its own")
     device: str = local("auto", doc="auto, cpu, cuda, cuda:1")
-    loss: LossSection = agreed(LossSection(), doc="")
+    loss: LossSection = agreed(LossSection(), doc="what a step minimises")
 
 
 class ProxySection(Section):
@@ -157,28 +167,28 @@ class ProxySection(Section):
     url: str = local("", doc="where others find it; default: state/proxy.json")
     replicas: list[str] = local([], doc="URLs of replicas that the proxy owns")
     mount: str = local("", doc="folder on the replicas' hosts under which adapters lie")
-    quorum: Int | Literal["majority", "all"] = local("majority", doc="replicas that must answer a broadcast")
+    quorum: Count | Literal["majority", "all"] = local("majority", doc="replicas that must answer a broadcast")
     token_file: str = local("", doc="bearer token asked of clients")
     retries: Int = local(2, ge=0, doc="other replicas tried for one request")
 
 
 class TelemetrySection(Section):
-    log_level: Literal["debug", "info", "warning", "error"] = local("info", doc="")
+    log_level: Literal["debug", "info", "warning", "error"] = local("info", doc="the least that is logged")
     log_format: Literal["auto", "console", "json"] = local("auto", doc="auto: lines on a terminal, JSON elsewhere")
     sinks: list[str] = local([], doc="trackers beside the bucket; none yet")
-    price_per_hour: Float | None = local(None, doc="of all machines together; status then tells the cost")
+    price_per_hour: Float | None = local(None, ge=0, doc="of all machines together; status then tells the cost")
 
 
 class Config(Section):
-    run: RunSection = agreed(RunSection(), doc="")
-    model: ModelSection = local(doc="")
-    lora: LoraSection = agreed(LoraSection(), doc="")
-    data: DataSection | None = local(None, doc="asked of generators")
-    rewards: list[RewardSection] = agreed([], doc="asked of generators")
-    generator: GeneratorSection = local(GeneratorSection(), doc="")
-    learner: LearnerSection = agreed(LearnerSection(), doc="")
-    proxy: ProxySection = local(ProxySection(), doc="")
-    telemetry: TelemetrySection = local(TelemetrySection(), doc="")
+    run: RunSection = agreed(RunSection(), doc="the run, and how long its roles wait")
+    model: ModelSection = local(ModelSection(), doc="the frozen base model; asked of generators and the learner")
+    lora: LoraSection = agreed(LoraSection(), doc="the adapter that is trained")
+    data: DataSection | None = local(None, doc="the prompts; asked of generators")
+    rewards: list[RewardSection] = agreed([], doc="the reward functions; asked of generators")
+    generator: GeneratorSection = local(GeneratorSection(), doc="prompt to rollout")
+    learner: LearnerSection = agreed(LearnerSection(), doc="rollout to adapter")
+    proxy: ProxySection = local(ProxySection(), doc="front door to every replica")
+    telemetry: TelemetrySection = local(TelemetrySection(), doc="logs and trackers")
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
