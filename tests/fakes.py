@@ -90,6 +90,7 @@ class FakeReplica:
     gone: int = 0  # clients that left before their answer
     port: int = 0
     spoilings: list[Spoiling] = field(default_factory=list)
+    _moved: anyio.Event = field(default_factory=anyio.Event)  # set and replaced when a request came or went
     _runner: web.AppRunner | None = None
 
     @property
@@ -113,6 +114,16 @@ class FakeReplica:
 
     def count(self, path: str) -> int:
         return sum(seen.path == path for seen in self.requests)
+
+    async def until(self, condition: Callable[[Self], bool], *, timeout_s: float = 30.0) -> None:
+        """Looks again whenever a request came or went; raises TimeoutError."""
+        with anyio.fail_after(timeout_s):
+            while not condition(self):
+                await self._moved.wait()
+
+    def _move(self) -> None:
+        self._moved.set()
+        self._moved = anyio.Event()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -143,6 +154,7 @@ class FakeReplica:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.open_now += 1
+        self._move()
         try:
             return await self._answer(request)
         except (anyio.get_cancelled_exc_class(), ConnectionError):
@@ -150,6 +162,7 @@ class FakeReplica:
             raise
         finally:
             self.open_now -= 1
+            self._move()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -160,6 +173,7 @@ class FakeReplica:
         headers = {name.lower(): value for name, value in request.headers.items()}
         seen = Seen(method=request.method, path=request.path, query=request.query_string, headers=headers, body=body)
         self.requests.append(seen)
+        self._move()
         spoiling = next((s for s in self.spoilings if s.hits(seen)), None)
         do, arg = (spoiling.do, spoiling.arg) if spoiling else ("", None)
         match do:
