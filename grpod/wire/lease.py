@@ -49,3 +49,4 @@ class Beat(Document):
     nonce: str
     epoch: int
     counter: int  # rises at every beat; readers keep the greatest (epoch, counter)
+    released: bool = False  # the holder ended in order and writes nothing more: it may be replaced at once
