@@ -18,7 +18,10 @@ def configure(*, fmt: Literal["auto", "console", "json"] = "auto", level: str = 
             structlog.processors.TimeStamper(fmt="%H:%M:%S" if pretty else "iso", utc=not pretty),
             structlog.processors.StackInfoRenderer(),
             *([] if pretty else [structlog.processors.format_exc_info]),
-            structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer(),
+            # plain: rich would print the values of locals, and with them secrets
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+            if pretty
+            else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

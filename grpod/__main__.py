@@ -1,0 +1,56 @@
+"""The command `grpod`: parses, runs, and ends with the exit code. Imports little, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from grpod.cli.app import app
+from grpod.errors import GrpodError
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    _leave(_run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        code = app.main(args=None if argv is None else list(argv), prog_name="grpod", standalone_mode=False)
+    except click.ClickException as error:  # bad usage: 2
+        error.show()
+        return error.exit_code
+    except GrpodError as error:
+        text = "\n  ".join(str(error).splitlines())
+        click.echo(f"grpod: {type(error).__name__} (exit {error.exit_code}): {text}", err=True)
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:  # `grpod status … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _leave(code: int) -> NoReturn:
+    """The interpreter would wait for threads that nothing can end: a step that was given up, an import."""
+    others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    for thread in others:
+        thread.join(timeout=1)
+    if any(thread.is_alive() for thread in others):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""One process of a run: its roles on one event loop, until they are done, are asked to stop, or one of them fails.
+
+    anyio.run ─ root task group
+      ├─ signals       1st SIGINT/SIGTERM: request stop     2nd: exit at once
+      ├─ watch_stop    a new control/stop-*: request stop
+      ├─ grace         after the request: cancel what is still running when the grace period is nearly over
+      ├─ readiness     every role has called started(): "ready"     never: NotReady
+      └─ roles ─┬─ learner      imported here by name only: grpod.learner.loop:run
+                ├─ generator-0
+                └─ proxy        ends when the other roles have ended; alone it serves until it is asked to stop
+
+A role that fails cancels the others. Its error leaves through the root task group, is logged once, and is the exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import structlog
+
+from grpod.bucket.base import Bucket
+from grpod.bucket.open import open_bucket
+from grpod.config import Config
+from grpod.context import Context, Stopping, Takeover
+from grpod.ending import HardEnd, at_once, report
+from grpod.errors import BucketError, NotReady
+from grpod.telemetry import log as logs
+from grpod.wire import keys
+
+__all__ = ["ROLES", "Context", "Stopping", "Takeover", "main"]
+
+ROLES: Mapping[str, str] = {
+    "learner": "grpod.learner.loop:run",
+    "generator": "grpod.generator.loop:run",
+    "proxy": "grpod.proxy.loop:run",
+}
+Run = Callable[..., Awaitable[None]]
+NO_BUCKET = "memory://no-bucket"  # what a proxy gets that was given none
+LOCAL = ("memory:", "file:")  # buckets that cost nothing to look at
+
+log = logs.get_logger()
+
+
+def main(
+    config: Config,
+    folder: Path,
+    roles: Sequence[str],
+    *,
+    takeover: Takeover = "wait",
+    table: Mapping[str, str] = ROLES,
+) -> int:
+    """Runs `roles` ("learner", "generator-0", …) to their end. Returns the exit code; must be called in the main thread."""
+    logs.configure(fmt=config.telemetry.log_format, level=config.telemetry.log_level)
+    hard_end = HardEnd()
+    try:
+        anyio.run(partial(_root, config, folder, tuple(roles), takeover, table, hard_end))
+    except (Exception, BaseExceptionGroup) as error:
+        return report(error)
+    finally:
+        hard_end.disarm()
+    return 0
+
+
+@dataclass(kw_only=True)
+class _Role:
+    """Owned by the daemon. It is the role's `task_status`, too."""
+
+    name: str  # "generator-0"
+    ready: anyio.Event = field(default_factory=anyio.Event)
+    running: bool = True
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def index(self) -> int | None:
+        index = self.name.partition("-")[2]
+        return int(index) if index else None
+
+    def started(self, value: None = None) -> None:
+        self.ready.set()
+
+
+async def _root(
+    config: Config, folder: Path, names: tuple[str, ...], takeover: Takeover, table: Mapping[str, str], hard_end: HardEnd
+) -> None:
+    stop = Stopping()
+    async with anyio.create_task_group() as root:
+        await root.start(_signals, stop)
+        bucket = open_bucket(config.run.bucket or NO_BUCKET, folder=folder, create=config.run.create_bucket)
+        ctx = Context(config=config, folder=folder, bucket=bucket, stop=stop, roles=names, takeover=takeover)
+        log.info("starting", roles=list(names), bucket=config.run.bucket or "none")
+        try:
+            functions = await _prepare(ctx, root, table)
+            if functions is not None:
+                await _roles(ctx, root, functions, hard_end)
+            log.info("ended", reason=stop.reason)
+        finally:
+            with anyio.move_on_after(5, shield=True):
+                await bucket.close()
+        root.cancel_scope.cancel()  # the helpers above have nothing left to do
+
+
+async def _prepare(ctx: Context, root: anyio.abc.TaskGroup, table: Mapping[str, str]) -> dict[str, Run] | None:
+    """The bucket answers, and the roles are imported. None: it was asked to stop meanwhile, with nothing begun."""
+    functions: dict[str, Run] = {}
+    async with anyio.create_task_group() as preparing:
+        preparing.start_soon(_cancel_when_stopping, ctx.stop, preparing.cancel_scope)
+        if ctx.config.run.bucket:
+            await _first_look(ctx, root)
+        for name in ctx.roles:
+            # in a thread: importing torch takes seconds, and signals are to be heard meanwhile
+            functions[name] = await anyio.to_thread.run_sync(_import, table[name.partition("-")[0]], abandon_on_cancel=True)
+        preparing.cancel_scope.cancel()
+    return functions if len(functions) == len(ctx.roles) and not ctx.stop.requested else None
+
+
+async def _first_look(ctx: Context, root: anyio.abc.TaskGroup) -> None:
+    watch = _StopWatch(ctx.bucket, ctx.stop)
+    with anyio.move_on_after(ctx.config.run.startup_timeout_s) as waiting:
+        await root.start(watch.run)
+    if waiting.cancelled_caught:
+        raise NotReady(f"bucket {ctx.bucket.url} did not answer in {ctx.config.run.startup_timeout_s:g} s: {watch.fault}")
+
+
+def _import(target: str) -> Run:
+    module, _, function = target.partition(":")
+    run: Run = getattr(importlib.import_module(module), function)
+    return run
+
+
+async def _roles(ctx: Context, root: anyio.abc.TaskGroup, functions: Mapping[str, Run], hard_end: HardEnd) -> None:
+    roles = [_Role(name=name) for name in functions]
+    with anyio.CancelScope() as work:
+        root.start_soon(_grace, ctx, roles, work, hard_end)
+        root.start_soon(_readiness, ctx, roles)
+        async with anyio.create_task_group() as group:
+            for role in roles:  # all at once: a generator is ready only after the learner's first version
+                group.start_soon(_role, ctx, roles, role, functions[role.name], hard_end)
+
+
+async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, run: Run, hard_end: HardEnd) -> None:
+    structlog.contextvars.bind_contextvars(role=role.name)
+    try:
+        await run(ctx, index=role.index, task_status=role)
+    except Exception as error:
+        hard_end.arm(ctx.config.run.grace_s, error)  # the others are cancelled now, and may not notice
+        raise
+    role.running = False
+    role.started()  # one that found nothing to do is not waited for
+    log.info("role_ended")
+    others = [other for other in roles if other.kind != "proxy"]
+    if others and not any(other.running for other in others):
+        ctx.stop.request("the roles have ended")
+
+
+async def _readiness(ctx: Context, roles: Sequence[_Role]) -> None:
+    # a little longer than a role itself waits for what it depends on: the role knows better what it lacks
+    timeout_s = 1.1 * ctx.config.run.startup_timeout_s
+    with anyio.move_on_after(timeout_s):
+        for role in roles:
+            await role.ready.wait()
+        log.info("ready")
+        return
+    if not ctx.stop.requested:
+        late = ", ".join(role.name for role in roles if not role.ready.is_set())
+        raise NotReady(f"{late}: not ready after {timeout_s:g} s (run.startup_timeout_s)")
+
+
+async def _grace(ctx: Context, roles: Sequence[_Role], work: anyio.CancelScope, hard_end: HardEnd) -> None:
+    grace_s = ctx.config.run.grace_s
+    await ctx.stop.wait()
+    log.info("stopping", reason=ctx.stop.reason, grace_s=grace_s)
+    hard_end.arm(grace_s, None)
+    await anyio.sleep(grace_s - min(3.0, grace_s / 5))  # what is cancelled needs a moment, and has to be gone in time
+    log.warning("grace_over", still_running=[role.name for role in roles if role.running])
+    work.cancel()
+
+
+async def _signals(stop: Stopping, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        task_status.started()
+        async for signum in received:
+            for again in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(again, at_once)  # not through the loop: a loop that is stuck hears it as well
+            stop.request(f"{signal.Signals(signum).name}; a second one ends it at once")
+
+
+async def _cancel_when_stopping(stop: Stopping, scope: anyio.CancelScope) -> None:
+    await stop.wait()
+    scope.cancel()
+
+
+class _StopWatch:
+    """Sees a control/stop-* that was not there at the start. A bucket that fails meanwhile is looked at again."""
+
+    def __init__(self, bucket: Bucket, stop: Stopping) -> None:
+        self.bucket, self.stop = bucket, stop
+        self.fault = "no answer"
+        # on a distant bucket every look counts against a quota that all processes of the run share
+        self.least_s, self.most_s = (0.5, 5.0) if bucket.url.startswith(LOCAL) else (10.0, 30.0)
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        known: set[str] | None = None
+        failing = False
+        while True:
+            try:
+                found = {meta.key async for meta in self.bucket.list(keys.CONTROL) if keys.parse_stop(meta.key)}
+                failing = False
+                if known is None:
+                    known = found
+                    task_status.started()
+                if found - known:
+                    self.stop.request(f"stop request {min(found - known)}", ends_run=True)
+                    return
+                await anyio.sleep(self.least_s)
+                await self.bucket.changed(self.most_s - self.least_s)
+            except BucketError as error:
+                self.fault = str(error)
+                if not failing:
+                    log.warning("bucket_fails", looking_for="stop requests", error=self.fault)
+                failing = True
+                await anyio.sleep(self.least_s)

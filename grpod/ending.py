@@ -1,0 +1,78 @@
+"""How a process of grpod ends, with which code, and what it says: once.
+
+    an error           a GrpodError in one line, anything else with its traceback      the code of the first one raised
+    a second signal    at once
+    nothing moves      at once, a moment after the grace period: a thread in a long step cannot be cancelled, and the bucket
+                       has everything that counts
+
+Children need no goodbye: their reaper ends them when our pipe closes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from grpod.errors import GrpodError
+from grpod.telemetry import log as logs
+
+log = logs.get_logger()
+MARGIN_S = 2.0
+
+
+def exit_code(error: BaseException) -> int:
+    """That of the first error raised; what its cancellation brought about in others comes after it."""
+    first = next(_leaves(error))
+    return first.exit_code if isinstance(first, GrpodError) else 1
+
+
+def report(error: BaseException) -> int:
+    """Logs what an (exception group of an) error holds. Returns the exit code."""
+    for leaf in {id(leaf): leaf for leaf in _leaves(error)}.values():
+        if isinstance(leaf, GrpodError):
+            log.error("failed", error=type(leaf).__name__, message=str(leaf), exit_code=leaf.exit_code)
+        else:
+            log.critical("crashed", error=type(leaf).__name__, exc_info=leaf)
+    return exit_code(error)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def at_once(signum: int, frame: object) -> None:
+    """A signal handler."""
+    os.write(2, f"grpod: {signal.Signals(signum).name} again: ends at once\n".encode())
+    os._exit(128 + signum)
+
+
+class HardEnd:
+    """Armed when the end has begun, disarmed when it is reached; else it ends the process from a thread of its own."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def arm(self, grace_s: float, error: Exception | None) -> None:
+        """`error`: why it ends; None: it was asked to, which is exit code 0 also when a role did not make it in time."""
+        if self._timer is None:
+            self._timer = threading.Timer(grace_s + MARGIN_S, self._end, [error])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @staticmethod
+    def _end(error: Exception | None) -> None:
+        code = 0 if error is None else report(error)
+        log.error("ended_by_force", reason="a role did not end in the grace period", exit_code=code)
+        sys.stderr.flush()
+        os._exit(code)
