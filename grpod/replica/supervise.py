@@ -1,0 +1,251 @@
+"""Keeps one server process alive: a replica, started, watched, started again, and ended with everything that it started.
+
+                    ┌────────── back-off, at most max_restarts in a row ──────────┐
+                    ▼                                                             │
+    free port ─▶ started ──/health──▶ healthy (ready() returns) ──gone or silent──┴─▶ gave up (ready() raises NotReady)
+                    │                     │
+                    └──── context left ───┴─▶ SIGTERM to the group ─ stop_timeout_s ─▶ SIGKILL
+
+Each start is a new incarnation, with nothing of what the one before had loaded: whoever loads adapters waits for `lost()` and
+begins again. What the child prints is passed on as log events. The process that grpod starts is the reaper (`reaper.py`); it
+starts the child, and ends it also when grpod cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import anyio
+from anyio.abc import ByteReceiveStream, Process
+from structlog.typing import FilteringBoundLogger
+
+from grpod.errors import NotReady
+from grpod.replica import reaper
+from grpod.replica.client import ReplicaClient
+
+LINE_LIMIT = 16_384  # bytes of one log line
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    name: str
+    """bound to its log lines"""
+    command: Callable[[int], list[str]]
+    """the command line for a port of 127.0.0.1"""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """added to grpod's own environment"""
+    startup_timeout_s: float = 600.0
+    max_restarts: int = 5
+    """in a row: a child that was healthy for stable_s starts the count anew"""
+    stable_s: float = 60.0
+    backoff_s: float = 1.0
+    """before the first restart; doubles up to backoff_max_s"""
+    backoff_max_s: float = 30.0
+    health_every_s: float = 1.0
+    silent_s: float = 60.0
+    """without a healthy answer for so long, a running child is ended and started again"""
+    stop_timeout_s: float = 10.0
+
+
+@asynccontextmanager
+async def supervised(spec: ChildSpec, *, log: FilteringBoundLogger) -> AsyncIterator[Child]:
+    """Returns at once: `Child.ready` waits. On leaving, the child's whole group has ended."""
+    child, failure = Child(spec, log.bind(child=spec.name)), None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(child._run)
+        try:
+            yield child
+        except Exception as error:  # told to the caller below as it is, not in the task group's ExceptionGroup
+            failure = error
+        finally:
+            child._stopping.set()
+    if failure is not None:
+        raise failure
+
+
+class Child:
+    """Owned by `supervised`: others read `url` and `incarnation`, and wait."""
+
+    def __init__(self, spec: ChildSpec, log: FilteringBoundLogger) -> None:
+        self.url = ""  # of the latest incarnation
+        self.incarnation = 0  # +1 at each start
+        self._spec = spec
+        self._log = log
+        self._running = False
+        self._healthy = False
+        self._healthy_since = 0.0
+        self._gave_up = ""
+        self._changed = anyio.Event()
+        self._stopping = anyio.Event()
+        self._said: deque[str] = deque(maxlen=20)
+
+    async def ready(self) -> int:
+        """Waits until the child is healthy and returns its incarnation. Raises `NotReady` once it was given up."""
+        while not self._healthy:
+            if self._gave_up:
+                raise NotReady(self._gave_up)
+            await self._changed.wait()
+        return self.incarnation
+
+    async def lost(self, incarnation: int) -> None:
+        """Returns when that incarnation is gone, at once if it was before."""
+        while self._running and self.incarnation == incarnation:
+            await self._changed.wait()
+
+    async def _run(self) -> None:
+        # Ends by `_stopping` alone: a cancelled caller must not leave processes behind.
+        with anyio.CancelScope(shield=True):
+            restarts = 0
+            while not self._stopping.is_set():
+                reason, healthy_s = await self._live()
+                if self._stopping.is_set():
+                    return
+                if healthy_s >= self._spec.stable_s:
+                    restarts = 0
+                if restarts == self._spec.max_restarts:
+                    last = "\n  ".join(self._said)
+                    self._gave_up = f"{self._spec.name} {reason}, after {restarts} restarts; it last said:\n  {last}"
+                    self._log.error("child_given_up", reason=reason, restarts=restarts)
+                    self._change()
+                    return
+                delay_s = min(self._spec.backoff_max_s, self._spec.backoff_s * 2**restarts)
+                restarts += 1
+                self._log.warning("child_restarts", reason=reason, restart=restarts, delay_s=delay_s)
+                with anyio.move_on_after(delay_s):
+                    await self._stopping.wait()
+
+    async def _live(self) -> tuple[str, float]:
+        """One incarnation, from start to end: why it ended, and for how many seconds it had been healthy."""
+        port = free_port()
+        process, link, group = await self._start(port)
+        assert process.stdout is not None
+        self.incarnation, self.url, self._running = self.incarnation + 1, f"http://127.0.0.1:{port}", True
+        self._log.info("child_started", incarnation=self.incarnation, url=self.url, pid=group)
+        self._change()
+        pumped = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._pass_on, process.stdout, pumped)
+            async with ReplicaClient(self.url) as client:
+                reason = await self._watch(process, client)
+            healthy_s = anyio.current_time() - self._healthy_since if self._healthy else 0.0
+            self._running = self._healthy = False
+            self._change()
+            await self._end(process, link, group)
+            with anyio.move_on_after(2.0):  # its last words; whoever holds the pipe any longer is no child of ours
+                await pumped.wait()
+            tasks.cancel_scope.cancel()
+        await process.aclose()
+        return reason, healthy_s
+
+    async def _start(self, port: int) -> tuple[Process, socket.socket, int | None]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-I", "-S", reaper.__file__, str(theirs.fileno()), *self._spec.command(port)]
+            process = await anyio.open_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._spec.env},
+                start_new_session=True,  # a Ctrl-C is for grpod, which ends the child in its own order
+                pass_fds=(theirs.fileno(),),
+            )
+        told = await anyio.to_thread.run_sync(ours.recv, 32)
+        return process, ours, int(told) if told else None
+
+    async def _watch(self, process: Process, client: ReplicaClient) -> str:
+        """Returns why this incarnation is over: it ended, is sick, or is to stop."""
+        reason = "was stopped"
+        async with anyio.create_task_group() as tasks:
+
+            async def ended() -> None:
+                nonlocal reason
+                reason = f"ended {in_words(await process.wait())}"
+                tasks.cancel_scope.cancel()
+
+            async def stopping() -> None:
+                await self._stopping.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(ended)
+            tasks.start_soon(stopping)
+            reason = await self._sick(client)
+            tasks.cancel_scope.cancel()
+        return reason
+
+    async def _sick(self, client: ReplicaClient) -> str:
+        """Returns when the child was not healthy in time, or no longer is."""
+        spec, look_s = self._spec, 0.05
+        with anyio.move_on_after(spec.startup_timeout_s):
+            while not await client.health():
+                await anyio.sleep(look_s)
+                look_s = min(spec.health_every_s, look_s * 1.5)
+            self._healthy, self._healthy_since = True, anyio.current_time()
+            self._log.info("child_ready", incarnation=self.incarnation)
+            self._change()
+        seen = anyio.current_time()
+        while self._healthy:
+            await anyio.sleep(spec.health_every_s)
+            if await client.health():
+                seen = anyio.current_time()
+            elif anyio.current_time() - seen >= spec.silent_s:
+                return f"was not healthy for {spec.silent_s:g} s"
+        return f"was not ready within {spec.startup_timeout_s:g} s"
+
+    async def _end(self, process: Process, link: socket.socket, group: int | None) -> None:
+        """Asks the reaper to end the group, and waits; does it itself when the reaper cannot."""
+        with link:
+            with suppress(OSError):  # the reaper has ended
+                link.sendall(f"{self._spec.stop_timeout_s:g}".encode())
+            with anyio.move_on_after(self._spec.stop_timeout_s + 5.0):
+                await process.wait()
+            if process.returncode is None or process.returncode < 0:  # stuck, or killed itself
+                if group is not None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(group, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+    async def _pass_on(self, stream: ByteReceiveStream, done: anyio.Event) -> None:
+        """Lines become log events; one that is too long is broken."""
+        rest = b""
+        async for data in stream:
+            *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+            if len(rest) > LINE_LIMIT:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._say(line)
+        self._say(rest)
+        done.set()
+
+    def _say(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self._said.append(text)
+            self._log.info("child_output", line=text)
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def in_words(code: int) -> str:
+    """Of the reaper's exit code, which is the child's, or 128 + the signal that ended it."""
+    number = -code if code < 0 else code - 128
+    return f"by {signal.Signals(number).name}" if number in signal.valid_signals() else f"with exit code {code}"
+
+
+def free_port() -> int:
+    """Nobody's at this moment. If somebody takes it before the child does, the child fails and gets another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
