@@ -116,11 +116,13 @@ def _older(found: Beat | None, known: Beat | None) -> bool:
 async def _pause(bucket: Bucket, holder: Claim | None, ttl_s: float, stop: StopSignal, clock: Clock) -> None:
     """Until the next look: a part of the ttl, or earlier: the bucket tells of a change, the holder is gone, or a stop."""
     began = clock.monotonic()
-    while (left_s := began + ttl_s / _LOOKS_PER_TTL - clock.monotonic()) > 0 and not stop.requested:
-        if holder and is_gone(holder.holder):
-            return
+    wait_s = ttl_s / _LOOKS_PER_TTL
+    told = False
+    while (left_s := began + wait_s - clock.monotonic()) > 0 and not stop.requested and not (holder and is_gone(holder.holder)):
         step_began, step_s = clock.monotonic(), min(left_s, _PROCESS_LOOK_S)
+        if told:
+            await anyio.sleep(step_s)
+            continue
         await bucket.changed(step_s)
-        if clock.monotonic() - step_began < 0.9 * step_s:  # told early; a busy run tells all the time
-            await anyio.sleep(max(0.0, began + ttl_s / _LOOKS_PER_TTL / 10 - clock.monotonic()))
-            return
+        if clock.monotonic() - step_began < 0.9 * step_s:
+            told, wait_s = True, wait_s / 10  # a busy run tells all the time: not at once

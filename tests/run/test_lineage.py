@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,7 +133,7 @@ def test_two_learners_interleaved(data: st.DataObject) -> None:
     assert [v for _, v in sorted(heads)] == sorted(v for _, v in heads)
 
     # who sees more claims counts fewer versions of the epochs it knew, never one again
-    for earlier, later in zip(views, views[1:], strict=False):
+    for earlier, later in pairwise(views):
         for version, epoch, _ in order:
             if epoch <= earlier.highest_epoch and not earlier.canonical(version, epoch):
                 assert not later.canonical(version, epoch)
