@@ -71,3 +71,18 @@ def check_key(key: str) -> str:
                 keys=(key,),
             )
     return key
+
+
+def is_key(text: str) -> bool:
+    """Could an object have this key? For names that others have put there."""
+    return all(_SEGMENT.fullmatch(segment) and len(segment) <= 200 for segment in text.split("/"))
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """The keys of a batch: one that is unsafe refuses all of them, before anything is written."""
+    batch = list(keys)
+    try:
+        for key in batch:
+            check_key(key)
+    except BucketError as error:
+        raise BucketError(str(error), keys=batch) from None
