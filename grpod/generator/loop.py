@@ -1,0 +1,231 @@
+"""The generator: prompt -> whole group under one version -> reward -> rollout object. It begins only what it has credit for.
+
+    follower   state/learner.json, leases/ ─▶ newest version, credit, the end
+    station    one replica each: fetches, loads and attests versions; says which one a new group may use
+    loop       credit left, a version, room at a replica ─▶ begins a group       (consumes prompts, produces groups)
+    outbox     finished groups ─▶ rollouts/, own state                           (unblocks the learner)
+
+It ends when final/ stands, or drains when it is asked to stop: begins nothing, finishes what is in flight, ships.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup, TaskStatus
+
+from grpod.context import Context
+from grpod.errors import NotReady
+from grpod.generator.dataset import load_rows
+from grpod.generator.engine import open_engine
+from grpod.generator.prompts import Prompt, PromptSource
+from grpod.generator.reward import RewardPool
+from grpod.generator.rollouts import Workshop, make_group
+from grpod.generator.ship import Outbox
+from grpod.generator.station import Station
+from grpod.generator.tokens import load_tokenizer
+from grpod.replica.adapters import Served
+from grpod.run.base_model import eos_ids, fingerprint, resolve_base
+from grpod.run.follow import Follower
+from grpod.run.join import join
+from grpod.telemetry.log import get_logger
+from grpod.wire.rollout import Drop, Group
+
+_AUTO_IN_FLIGHT = 32  # groups at one replica
+_SHIP_S = 3.0  # of the grace period, kept for shipping
+_UNUSABLE = 8  # groups in a row without a usable answer: then this replica gives none
+_REFUSED = 64  # groups in a row that the replica refused
+
+
+async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+    """Raises ConfigError (2) for its data and rewards, NotReady (75) without a learner or a replica."""
+    config, log = ctx.config, get_logger()
+    assert config.data is not None
+    base = await anyio.to_thread.run_sync(resolve_base, config, ctx.folder)
+    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, base)
+    name = f"g{'' if index is None else index}-{secrets.token_hex(4)}"
+    rows = await anyio.to_thread.run_sync(load_rows, config.data, ctx.folder)
+    prompts = await anyio.to_thread.run_sync(lambda: PromptSource(rows, tokenizer, config, generator=name))
+    async with AsyncExitStack() as stack:
+        rewards = await stack.enter_async_context(
+            RewardPool(config.rewards, folder=ctx.folder, columns=prompts.columns, workers=config.generator.reward_workers)
+        )
+        devices = config.generator.devices if index is None else [config.generator.devices[index]]
+        engines = [
+            await stack.enter_async_context(open_engine(config, base, device=device, name=f"{name}-replica{i}"))
+            for i, device in enumerate(devices or [""])
+        ]
+        base_fingerprint = await anyio.to_thread.run_sync(fingerprint, base)
+        joined = await join(ctx.bucket, config, base_fingerprint, may_create=False, timeout_s=config.run.startup_timeout_s)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpod-")))
+        follower = Follower(ctx.bucket)
+        await follower.refresh()
+        stations = [
+            Station(engine, config, ctx.bucket, joined.run, follower, scratch / str(i), ctx.folder)
+            for i, engine in enumerate(engines)
+        ]
+        shop = Workshop(
+            config=config,
+            run=joined.run,
+            tokenizer=tokenizer,
+            rewards=rewards,
+            eos_ids=await anyio.to_thread.run_sync(eos_ids, base),
+        )
+        generator = Generator(ctx, shop, stations, follower, prompts, name)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follower.run)
+            for station in stations:
+                tasks.start_soon(station.run)
+            tasks.start_soon(generator.wake_on_stop)
+            await generator.live(task_status)
+            tasks.cancel_scope.cancel()
+    log.info("generator_done", generator=generator.name, reason=generator.ended)
+
+
+class Generator:
+    """Begins groups, one life (name) after the other: a learner that took it for dead has retired the name for ever."""
+
+    def __init__(
+        self, ctx: Context, shop: Workshop, stations: list[Station], follower: Follower, prompts: PromptSource, name: str
+    ) -> None:
+        self._ctx, self._shop, self._stations, self._follower, self._prompts = ctx, shop, stations, follower, prompts
+        self._notice = follower.notice
+        self._log = get_logger()
+        self._failures: dict[str, int] = {}  # groups in a row that fell to the replica, by reason
+        self._credit_at = 0.0  # when there was credit last
+        self.name = name
+        self.ended = ""
+
+    async def live(self, task_status: TaskStatus[None]) -> None:
+        await self._ready()
+        task_status.started()
+        while not self.ended:
+            outbox = Outbox(
+                self._ctx.bucket,
+                self._shop.config,
+                name=self.name,
+                base_fingerprint=self._shop.run.base_fingerprint,
+                device=",".join(self._shop.config.generator.devices) or self._shop.config.generator.engine,
+                notice=self._notice,
+                hurry=lambda: self._hurry(outbox),  # noqa: B023  # called only while this outbox lives
+                describe=self._describe,
+            )
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(outbox.run)
+                async with anyio.create_task_group() as groups:
+                    await self._begin_groups(outbox, groups)
+                    if self.ended == "stopped":
+                        await self._drain(outbox, groups)
+                    else:
+                        groups.cancel_scope.cancel()
+                for group_id in sorted(outbox.open) if self.ended == "stopped" else []:
+                    outbox.give_up(Drop(group_id=group_id, reason="interrupted"))
+                outbox.close(self.ended or "retired")
+            if not self.ended:
+                self._log.warning("retired_by_learner", generator=self.name)
+                self.name = f"{self.name.partition('-')[0]}-{secrets.token_hex(4)}"
+
+    async def _ready(self) -> None:
+        """The learner has a version, and a replica serves it; or the run is over, or a stop was asked for."""
+        timeout_s = self._shop.config.run.startup_timeout_s
+        with anyio.move_on_after(timeout_s) as waiting:
+            await self._notice.until(
+                lambda: self._over() or any(station.ready_version() is not None for station in self._stations)
+            )
+        if waiting.cancelled_caught:
+            missing = (
+                "no learner has published a version"
+                if self._follower.view.state is None
+                else "no replica serves the newest version"
+            )
+            raise NotReady(f"{missing} after run.startup_timeout_s {timeout_s:g} s")
+
+    async def _begin_groups(self, outbox: Outbox, groups: TaskGroup) -> None:
+        """Returns when this life is over; `ended` says why, or is empty when the name was retired."""
+        self._credit_at = anyio.current_time()
+        while not self._over():
+            state = self._follower.view.state
+            if state is not None and outbox.name in state.retired:
+                return
+            credit = state.credits.get(outbox.name, 0) if state is not None else 0
+            chosen = self._choose() if outbox.begun < credit else None
+            if outbox.begun < credit or outbox.in_flight:
+                self._credit_at = anyio.current_time()
+            if chosen is None:
+                if self._idle_too_long():
+                    return
+                await self._notice.wait(1.0)
+                continue
+            station, served = chosen
+            group_id, prompt = outbox.begin(), self._prompts.next()
+            groups.start_soon(self._make, outbox, station, served, group_id, prompt)
+            await anyio.lowlevel.checkpoint()  # lets it be counted as in flight
+
+    async def _make(self, outbox: Outbox, station: Station, served: Served, group_id: str, prompt: Prompt) -> None:
+        result = await make_group(self._shop, station, served, group_id, prompt)
+        outbox.done(result)
+        self._judge_replica(result)
+
+    def _judge_replica(self, result: Group | Drop) -> None:
+        """Raises NotReady when the replica gives nothing that could be used, time after time."""
+        reason = result.reason if isinstance(result, Drop) else ""
+        limit = {"unusable_answer": _UNUSABLE, "replica_refused": _REFUSED}.get(reason)
+        if limit is None:
+            if not reason:
+                self._failures.clear()
+            return
+        self._failures[reason] = self._failures.get(reason, 0) + 1
+        if self._failures[reason] >= limit:
+            raise NotReady(f"the replica gives no usable answer: {limit} groups in a row were dropped as {reason}")
+
+    async def _drain(self, outbox: Outbox, groups: TaskGroup) -> None:
+        grace_s = max(0.0, self._shop.config.run.grace_s - _SHIP_S)
+        self._log.info("draining", in_flight=outbox.in_flight, grace_s=grace_s)
+        with anyio.move_on_after(grace_s):
+            await self._notice.until(lambda: outbox.in_flight == 0 or self._follower.view.ended)
+        groups.cancel_scope.cancel()
+
+    def _choose(self) -> tuple[Station, Served] | None:
+        """The replica with the least in flight that serves a version under which a group may begin."""
+        limit = self._shop.config.generator.max_in_flight
+        most = _AUTO_IN_FLIGHT if limit == "auto" else limit
+        for station in sorted(self._stations, key=lambda s: s.in_flight):
+            served = station.ready_version()
+            if served is not None and station.in_flight < most:
+                return station, served
+        return None
+
+    def _hurry(self, outbox: Outbox) -> bool:
+        state = self._follower.view.state
+        if state is None:
+            return False
+        spent = outbox.begun >= state.credits.get(outbox.name, 0) and outbox.in_flight == 0
+        return state.waiting_for > 0 or spent
+
+    def _describe(self) -> tuple[list[str], list[str]]:
+        resident = {f"{v}-{e}" for station in self._stations if station.adapters for v, e in station.adapters.resident}
+        refused = {f"{v}-{e}" for station in self._stations for v, e in station.refused}
+        return sorted(resident), sorted(refused)
+
+    def _over(self) -> bool:
+        if not self.ended and self._follower.view.ended:
+            self.ended = "run ended"
+        elif not self.ended and self._ctx.stop.requested:
+            self.ended = "stopped"
+        return bool(self.ended)
+
+    def _idle_too_long(self) -> bool:
+        limit = self._shop.config.generator.idle_exit_s
+        if limit is None or anyio.current_time() - self._credit_at < limit:
+            return False
+        self.ended = f"no credit for {limit:g} s (generator.idle_exit_s)"
+        return True
+
+    async def wake_on_stop(self) -> None:
+        await self._ctx.stop.wait()
+        self._notice.tell()

@@ -1,0 +1,138 @@
+"""One group's life: a prompt and a version in, a whole group out, or one named reason why not.
+
+ask (all of it, one version, one seed) ─▶ check ─▶ score ─▶ Group
+  │ away, cut, aborted: asked again under the same version, a few times
+  └▶ replica_refused  unusable_answer  replica_unavailable  version_gone  stale_in_flight  reward_*      ─▶ Drop
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from grpod.config import Config
+from grpod.generator.prompts import Prompt
+from grpod.generator.reward import RewardFailure, RewardPool, Scores
+from grpod.generator.station import Station
+from grpod.generator.tokens import completion_text
+from grpod.replica.adapters import Served
+from grpod.replica.client import Answer, Choice, CompletionRequest, Refused, Unavailable, UnknownAdapter, UnusableAnswer
+from grpod.telemetry.log import get_logger
+from grpod.wire.rollout import Drop, Group, Rollout, Sampling
+from grpod.wire.run import Run
+
+ASKED = 4  # times that one group is asked for, at most
+_PAUSE_S = 0.2  # before the second; doubled each time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """What every group of this generator needs."""
+
+    config: Config
+    run: Run
+    tokenizer: Any
+    rewards: RewardPool
+    eos_ids: Collection[int]
+
+
+async def make_group(shop: Workshop, station: Station, served: Served, group_id: str, prompt: Prompt) -> Group | Drop:
+    """Raises what ends the generator: RewardsUseless, NotReady."""
+    sampling = shop.config.generator.sampling
+    seed = _seed(shop.config.data.seed if shop.config.data else 0, group_id)
+    begun_at, begun = time.time(), anyio.current_time()
+    with station.use(served) as scope:
+        answer = await _ask(
+            station,
+            served,
+            CompletionRequest(
+                model=served.name,
+                prompt_ids=prompt.prompt_ids,
+                n=shop.config.generator.group_size,
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=seed,
+            ),
+        )
+    if scope.cancelled_caught:
+        return Drop(group_id=group_id, reason="stale_in_flight")
+    if isinstance(answer, str):
+        return Drop(group_id=group_id, reason=answer)
+    generated = anyio.current_time()
+    completions = [choice.token_ids for choice in answer.choices]
+    try:
+        scores = await shop.rewards.score(prompt, [completion_text(shop.tokenizer, ids) for ids in completions], completions)
+    except RewardFailure as failure:
+        return Drop(group_id=group_id, reason=failure.reason)
+    return Group(
+        run_id=shop.run.run_id,
+        group_id=group_id,
+        group_size=len(completions),
+        prompt_id=prompt.prompt_id,
+        data_epoch=prompt.data_epoch,
+        prompt_row=prompt.row,
+        prompt_ids=prompt.prompt_ids,
+        policy_version=served.version,
+        policy_epoch=served.epoch,
+        adapter_sha256=served.sha256,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+        ),
+        generator=group_id.rpartition("/")[0],
+        created_at=begun_at,
+        timing={"generate_s": generated - begun, "score_s": anyio.current_time() - generated},
+        rollouts=tuple(_rollout(shop, choice, scores, i, seed) for i, choice in enumerate(answer.choices)),
+    )
+
+
+async def _ask(station: Station, served: Served, request: CompletionRequest) -> Answer | str:
+    """The answer, or the reason why there is none."""
+    reason, log = "", get_logger()
+    for attempt in range(ASKED):
+        if attempt:
+            await anyio.sleep(_PAUSE_S * 2 ** (attempt - 1))
+        client = await station.holding(served)
+        if client is None:
+            return "version_gone"
+        try:
+            return await client.complete(request)
+        except UnusableAnswer as error:
+            reason = "unusable_answer"
+            log.warning("answer_unusable", reason=error.reason, error=str(error), attempt=attempt + 1)
+        except Unavailable as error:
+            reason = "replica_unavailable"
+            log.warning("replica_unavailable", error=str(error), attempt=attempt + 1)
+        except UnknownAdapter:
+            reason = "replica_unavailable"
+            station.forgot()
+        except Refused as error:
+            log.warning("replica_refused", status=error.status, error=error.message)
+            return "replica_refused"
+    return reason
+
+
+def _rollout(shop: Workshop, choice: Choice, scores: Scores, index: int, seed: int) -> Rollout:
+    return Rollout(
+        completion_ids=tuple(choice.token_ids),
+        generator_logprobs=tuple(choice.logprobs),
+        loss_mask=(1,) * len(choice.token_ids),
+        reward=scores.totals[index],
+        rewards={name: values[index] for name, values in scores.rewards.items()},
+        finish_reason="length" if choice.truncated(shop.eos_ids) else "stop",
+        seed=seed,
+    )
+
+
+def _seed(base: int, group_id: str) -> int:
+    """31 bits, another for every group of the run."""
+    return int.from_bytes(hashlib.sha256(f"{base}/{group_id}".encode()).digest()[:4], "big") >> 1

@@ -1,0 +1,217 @@
+"""One replica of this generator, and which versions it serves right now.
+
+ready ─▶ canary ─▶ newest canonical version ─▶ serving ─┬─ newer version: fetch, load, attest, then current
+  ▲                                                     ├─ a version that nothing uses: unloaded
+  └───────── gone, or it has forgotten an adapter ◀─────┴─ requests that outlived max_lag: aborted, their group is stale
+
+consumes   the follower's view            unblocks   the loop (`current`), groups that wait for their version (`serve`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+
+from grpod.bucket.base import Bucket
+from grpod.config import Config
+from grpod.errors import BucketError, NotReady
+from grpod.generator.engine import Engine, adapter_root, lora_rank, token
+from grpod.replica.adapters import BASE, Adapters, Served, VersionRefused
+from grpod.replica.client import Refused, ReplicaClient, ServerInfo, Unavailable, UnusableAnswer
+from grpod.run.follow import Follower, View
+from grpod.run.notice import Notice
+from grpod.telemetry.log import get_logger
+from grpod.wire.run import Run
+
+_INFO_TRIES = 10
+
+
+class Station:
+    """`current`, `client` and `incarnation` are None or stale while the replica is away; `in_flight` counts groups."""
+
+    def __init__(
+        self, engine: Engine, config: Config, bucket: Bucket, run: Run, follower: Follower, scratch: Path, folder: Path
+    ) -> None:
+        self._engine, self._config, self._bucket, self._run = engine, config, bucket, run
+        self._follower, self._scratch, self._folder = follower, scratch, folder
+        self._log = get_logger()
+        self._users: Counter[tuple[int, int]] = Counter()
+        self._scopes: dict[tuple[int, int], set[anyio.CancelScope]] = {}
+        self._forgot = anyio.Event()
+        self._said_waiting: tuple[int, int] | None = None
+        self.notice: Notice = follower.notice
+        self.current: Served | None = None
+        self.adapters: Adapters | None = None
+        self.client: ReplicaClient | None = None
+        self.refused: dict[tuple[int, int], str] = {}
+        self.in_flight = 0
+        self.failure: NotReady | None = None
+
+    async def run(self) -> None:
+        """Raises NotReady when the engine was given up, or is not what the run needs."""
+        while True:
+            incarnation = await self._engine.ready()
+            async with ReplicaClient(self._engine.url, token=token(self._config, self._folder)) as client:
+                async with anyio.create_task_group() as tasks:
+                    self._forgot = anyio.Event()
+                    tasks.start_soon(self._end_when_lost, incarnation, tasks.cancel_scope)
+                    await self._serve(client)
+            self.current = self.adapters = self.client = None
+            self.notice.tell()
+
+    async def _end_when_lost(self, incarnation: int, scope: anyio.CancelScope) -> None:
+        async with anyio.create_task_group() as tasks:
+
+            async def forgot() -> None:
+                await self._forgot.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(forgot)
+            await self._engine.lost(incarnation)
+            tasks.cancel_scope.cancel()
+        self._log.warning("replica_lost", incarnation=incarnation, in_flight=self.in_flight)
+        scope.cancel()
+
+    async def _serve(self, client: ReplicaClient) -> None:
+        await self._check(client)
+        remote = self._config.generator.engine == "remote"
+        base_name = (await client.models())[0] if remote else BASE
+        adapters = Adapters(
+            client, self._bucket, self._run, self._scratch, base_name=base_name, root=adapter_root(self._config)
+        )
+        adapters.refused = self.refused
+        proven = False
+        while True:
+            target = self._target(self._follower.view)
+            if target is not None:
+                try:
+                    if not proven:
+                        await adapters.prove(*target)
+                        proven = True
+                        self.adapters, self.client = adapters, client
+                    await self._sync(adapters, target)
+                except (
+                    Unavailable,
+                    BucketError,
+                ) as error:  # the replica or the bucket is away for now: the next turn tries again
+                    self._log.warning("sync_failed", version=target[0], error=str(error))
+                    await self.notice.wait(1.0)
+                    continue
+            if target == self._target(self._follower.view):
+                await self.notice.wait()
+
+    def _target(self, view: View) -> tuple[int, int] | None:
+        """The newest version that counts, unless it was refused."""
+        if view.state is None or view.state.version is None:
+            return None
+        key = (view.state.version, view.state.epoch)
+        return key if view.lineage.canonical(*key) and key not in self.refused else None
+
+    async def _sync(self, adapters: Adapters, target: tuple[int, int]) -> None:
+        if target not in adapters.resident or (self.current is None or self.current.key != target):
+            with contextlib.suppress(VersionRefused):  # remembered and told in the generator's state; the one before goes on
+                self.current = await adapters.bring(*target)
+            self.notice.tell()
+        for key in [key for key, count in self._users.items() if count and key not in adapters.resident]:
+            if self.lag(key, adapters) is None:  # of groups that were in flight when the replica was lost
+                with contextlib.suppress(VersionRefused):
+                    await adapters.bring(*key)
+                self.notice.tell()
+        for served in list(adapters.resident.values()):
+            lag = self.lag(served.key, adapters)
+            if lag is not None and lag > self._config.run.max_lag:
+                for scope in self._scopes.get(served.key, set()):
+                    scope.cancel()
+            if served is not self.current and not self._users[served.key]:
+                await adapters.drop(served)
+
+    def lag(self, key: tuple[int, int], adapters: Adapters | None = None) -> int | None:
+        """Positions behind what the learner has announced; None: the version is not resident."""
+        adapters = adapters or self.adapters
+        served = adapters.resident.get(key) if adapters else None
+        view = self._follower.view
+        if served is None or view.state is None or view.state.pos is None:
+            return None
+        return view.state.pos - view.lineage.pos(served.version, served.epoch, served.manifest.pos)
+
+    def ready_version(self) -> Served | None:
+        """Under which a new group may begin: the newest, or while that one is refused the last good one until it is too old."""
+        view, current = self._follower.view, self.current
+        if current is None or view.state is None or view.state.version is None or self.adapters is None:
+            return None
+        if not view.lineage.canonical(*current.key):
+            return None
+        lag = self.lag(current.key)
+        if lag is None:
+            return None
+        newest = (view.state.version, view.state.epoch)
+        if lag <= 0 or (newest in self.refused and lag <= self._config.run.max_lag):
+            return current
+        if newest in self.refused and self._said_waiting != newest:
+            self._said_waiting = newest
+            self._log.error("no_version_to_serve", refused=newest[0], last_good=current.version, lag=lag)
+        return None
+
+    @contextlib.contextmanager
+    def use(self, served: Served) -> Iterator[anyio.CancelScope]:
+        """Holds the version for one group; the scope is cancelled when the version has outlived max_lag."""
+        self._users[served.key] += 1
+        self.in_flight += 1
+        with anyio.CancelScope() as scope:
+            self._scopes.setdefault(served.key, set()).add(scope)
+            try:
+                yield scope
+            finally:
+                self._scopes[served.key].discard(scope)
+                self._users[served.key] -= 1
+                self.in_flight -= 1
+                self.notice.tell()
+
+    async def holding(self, served: Served) -> ReplicaClient | None:
+        """Waits until the replica (again) holds that version. None: it never will: refused, or no longer canonical."""
+        while True:
+            if not self._follower.view.lineage.canonical(*served.key) or served.key in self.refused:
+                return None
+            if self.adapters is not None and served.key in self.adapters.resident:
+                return self.client
+            await self.notice.wait()
+
+    def forgot(self) -> None:
+        """The replica no longer knows an adapter: it was restarted, or somebody else unloads there."""
+        self._forgot.set()
+
+    async def _server_info(self, client: ReplicaClient) -> ServerInfo:
+        for attempt in range(_INFO_TRIES):
+            try:
+                return await client.server_info()
+            except Refused as error:
+                raise NotReady(
+                    f"replica {client.url} does not tell its settings: {error}; vLLM needs VLLM_SERVER_DEV_MODE=1"
+                ) from error
+            except (Unavailable, UnusableAnswer) as error:
+                if attempt == _INFO_TRIES - 1:
+                    raise NotReady(f"replica {client.url} does not tell its settings: {error}") from error
+                await self.notice.wait(1.0)
+        raise AssertionError("unreachable")
+
+    async def _check(self, client: ReplicaClient) -> None:
+        info = await self._server_info(client)
+        config = self._config
+        slots, rank = config.run.max_lag + 2, lora_rank(config.lora.rank)
+        wrong = []
+        if info.max_loras == 0:
+            wrong.append("LoRA is off: it needs --enable-lora")
+        elif info.max_loras < slots:
+            wrong.append(f"--max-loras is {info.max_loras}, run.max_lag {config.run.max_lag} needs {slots}")
+        if info.max_loras and info.max_lora_rank < config.lora.rank:
+            wrong.append(f"--max-lora-rank is {info.max_lora_rank}, lora.rank {config.lora.rank} needs {rank}")
+        if info.logprobs_mode and info.logprobs_mode != "processed_logprobs":
+            wrong.append(f"--logprobs-mode is {info.logprobs_mode}, processed_logprobs is needed")
+        if info.max_model_len is not None and info.max_model_len < config.model.max_model_len:
+            wrong.append(f"--max-model-len is {info.max_model_len}, model.max_model_len is {config.model.max_model_len}")
+        if wrong:
+            raise NotReady(f"replica {client.url} cannot serve this run: {'; '.join(wrong)}")

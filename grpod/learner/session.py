@@ -1,0 +1,366 @@
+"""One holder's time at the run: everything that the loop's tasks share, and the order in which they act."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from grpod.bucket.base import Bucket
+from grpod.config import Config
+from grpod.context import Context
+from grpod.errors import AlreadyExists, NotReady
+from grpod.learner import credits
+from grpod.learner.announce import Announcer
+from grpod.learner.book import Book
+from grpod.learner.checkpoint import Resume
+from grpod.learner.feed import Feed, Pending, Rules
+from grpod.learner.finish import write_final
+from grpod.learner.pacing import Pacing
+from grpod.learner.policy import Policy
+from grpod.learner.publish import Identity, Publisher, Snapshot
+from grpod.learner.schedule import Due, probe_ids
+from grpod.learner.versions import Version, Versions
+from grpod.run.lease import FencedBucket, Lease
+from grpod.run.metrics_log import MetricWriter
+from grpod.telemetry.log import get_logger
+from grpod.wire import keys
+from grpod.wire.adapter import Lora
+from grpod.wire.run import Run
+from grpod.wire.state import LearnerState
+
+_REPUBLISH = 3  # times that weights are offered again under a new number when every generator refuses them
+_SAY_EVERY_S = 5.0
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Mutable; owned by the session."""
+
+    step: int = 0
+    landed_step: int = 0  # the step reached when the newest manifest was written
+    strides: tuple[int, int] = (1, 1)  # steps between the last publishes
+    republished: int = 0
+    waiting_for: int = 0
+    rewards: tuple[float, ...] = ()  # of the last steps
+    said_at: float = float("-inf")
+
+
+class Session:
+    def __init__(self, ctx: Context, lease: Lease, bucket: Bucket, run: Run, policy: Policy, resume: Resume | None) -> None:
+        config = ctx.config
+        self._config, self._stop, self._lease, self._bucket, self._run, self._policy = (
+            config,
+            ctx.stop,
+            lease,
+            bucket,
+            run,
+            policy,
+        )
+        self._log = get_logger(epoch=lease.epoch)
+        trainer = resume.trainer if resume else None
+        self._progress = Progress(step=trainer.step if trainer else 0)
+        self._book = Book(resume.ends if resume else ())
+        self._pacing = Pacing(trainer.begun if trainer else {}, trainer.ended if trainer else {})
+        self._versions = Versions(bucket, lease.lineage)
+        self._feed = Feed(
+            bucket,
+            rules=Rules(
+                run_id=run.run_id,
+                base_fingerprint=run.base_fingerprint,
+                max_lag=config.run.max_lag,
+                vocab_size=policy.vocab_size,
+                max_positions=policy.max_positions,
+                mask_truncated=config.learner.loss.mask_truncated,
+                ttl_s=config.run.lease_ttl_s,
+            ),
+            book=self._book,
+            pacing=self._pacing,
+            versions=self._versions,
+            cursors=dict(trainer.cursors) if trainer else {},
+        )
+        self._feed.step = self._progress.step
+        self._probe_ids = probe_ids(run.run_id, policy.vocab_size, config.model.max_model_len)
+        claim = lease.claim
+        self._publisher = Publisher(
+            bucket,
+            Identity(
+                run_id=run.run_id,
+                epoch=lease.epoch,
+                base_fingerprint=run.base_fingerprint,
+                lora=Lora(r=config.lora.rank, alpha=config.lora.alpha, targets=list(policy.targets)),
+                probe_ids=self._probe_ids,
+                base_logprobs=policy.score(self._probe_ids, adapter=False),
+                keep_checkpoints=config.learner.keep_checkpoints,
+            ),
+            book=self._book,
+            versions=self._versions,
+            next_version=claim.first_version,
+            next_pos=claim.resumed_from.pos if claim.resumed_from else 0,
+            segments=list(resume.manifest.ledger) if resume else [],
+            kept=[*resume.older, keys.checkpoint_folder(resume.manifest.step, resume.manifest.epoch)] if resume else [],
+            on_landed=self._landed,
+        )
+        self._due = Due(config.learner, step=self._progress.step, resumable_bytes=policy.num_checkpoint_bytes)
+        self._announcer = Announcer(bucket, self._compose)
+        self._metrics = MetricWriter(bucket, f"learner-e{lease.epoch}")
+
+    @classmethod
+    async def open(cls, ctx: Context, lease: Lease, run: Run, base: Path, resume: Resume | None) -> Session:
+        bucket = FencedBucket(ctx.bucket, lease)
+
+        def load(config: Config) -> tuple[Policy, Session]:
+            policy = Policy.load(config, base, seed=config.data.seed if config.data else 0)
+            if resume:
+                policy.restore(resume.files, resume.trainer)
+            return policy, cls(ctx, lease, bucket, run, policy, resume)
+
+        policy, session = await anyio.to_thread.run_sync(load, ctx.config)
+        session._log.info("policy_loaded", step=session._progress.step, resumed=resume is not None, device=policy.device)
+        return session
+
+    # ---- the turn
+
+    async def train(self, task_status: TaskStatus[None]) -> None:
+        async with anyio.create_task_group() as tasks:
+            await self._publish_first()
+            tasks.start_soon(self._publisher.run)
+            tasks.start_soon(self._announcer.run)
+            tasks.start_soon(self._feed.run)
+            tasks.start_soon(self._metrics.run)
+            tasks.start_soon(self._pace)
+            tasks.start_soon(self._wake_on_stop)
+            task_status.started()
+            reason = await self._steps()
+            await self._end(reason)
+            tasks.cancel_scope.cancel()
+
+    async def _steps(self) -> str | None:
+        """Why the run has ended; None: the process was asked to stop."""
+        goal, progress = self._config.learner, self._progress
+        while progress.step < goal.steps:
+            waited_from = anyio.current_time()
+            taken = await self._next_groups(goal.groups_per_step)
+            if taken is None:
+                return None
+            waited_s = anyio.current_time() - waited_from
+            self._lease.check()
+            lags = [self._versions.lag(pending.version) for pending in taken]
+            begun = anyio.current_time()
+            report = await anyio.to_thread.run_sync(self._policy.step, [pending.group for pending in taken], lags)
+            if report.skipped:
+                self._log.error("step_not_finite", step=progress.step + 1, **report.metrics)
+                self._feed.drop(taken, "not_finite")
+                continue
+            progress.step += 1
+            self._feed.step = progress.step
+            self._feed.trained(taken, progress.step)
+            blocked_s = await self._snapshot_if_due()
+            self._record(
+                {
+                    **report.metrics,
+                    "lag/mean": fmean(lags),
+                    "lag/max": max(lags),
+                    "perf/step_s": anyio.current_time() - begun,
+                    "perf/rollout_wait_s": waited_s,
+                    "publish/blocked_s": blocked_s,
+                }
+            )
+            self._feed.notice.tell()
+            target = self._config.run.stop_at_reward
+            if target is not None and len(progress.rewards) == 5 and fmean(progress.rewards) >= target:
+                return "reward"
+        return "steps"
+
+    async def _next_groups(self, count: int) -> list[Pending] | None:
+        feed, progress = self._feed, self._progress
+        while not self._stop.requested:
+            taken = feed.take(count)
+            lacking = 0 if taken else count - feed.num_pending
+            if lacking != progress.waiting_for and (lacking == 0) != (progress.waiting_for == 0):
+                self._announcer.touch()
+            progress.waiting_for = lacking
+            if taken:
+                return taken
+            limit = self._config.learner.give_up_after
+            if feed.idle_run >= limit:
+                raise NotReady(
+                    f"{feed.idle_run} groups in a row gave nothing to learn from ({dict(self._book.dropped)}): every reward alike"
+                )
+            await self._snapshot_if_due()
+            await feed.notice.wait(1.0)
+        return None
+
+    # ---- snapshots
+
+    async def _snapshot_if_due(self) -> float:
+        """Seconds that it kept the loop from its next step."""
+        begun = anyio.current_time()
+        due = self._due.at(self._progress.step)
+        if (due.publish or due.checkpoint) and not self._publisher.busy:
+            self._publisher.offer(await self._snapshot(publish=due.publish, checkpoint=due.checkpoint))
+            self._due.took(self._progress.step, publish=due.publish, checkpoint=due.checkpoint)
+        return anyio.current_time() - begun
+
+    async def _snapshot(self, *, publish: bool, checkpoint: bool) -> Snapshot:
+        ends, cursors = tuple(self._book.fresh), self._feed.cursors()
+        granted, ended = dict(self._pacing.granted), dict(self._pacing.ended)
+        state, logprobs = await anyio.to_thread.run_sync(
+            lambda: (self._policy.snapshot(), self._policy.score(self._probe_ids, adapter=True))
+        )
+        return Snapshot(
+            step=self._progress.step,
+            adapter=state.adapter,
+            logprobs=logprobs,
+            publish=publish,
+            checkpoint=checkpoint,
+            optimizer=state.optimizer,
+            scheduler=state.scheduler,
+            rng=state.rng,
+            ends=ends,
+            cursors=cursors,
+            granted=granted,
+            ended=ended,
+        )
+
+    async def _publish_first(self) -> None:
+        canary = await anyio.to_thread.run_sync(self._policy.canary_files, self._probe_ids)
+        try:
+            await self._bucket.put({f"{keys.CANARY}/{name}": data for name, data in canary.items()}, create=True)
+        except AlreadyExists:
+            pass  # an earlier epoch wrote it: any canary will do
+        await self._publisher.upload(await self._snapshot(publish=True, checkpoint=False))
+        self._due.took(self._progress.step, publish=True, checkpoint=False)
+
+    def _landed(self, version: Version, snapshot: Snapshot, seconds: float) -> None:
+        progress = self._progress
+        stride = max(self._config.learner.publish_every, progress.step - progress.landed_step)
+        progress.strides = (progress.strides[1], stride)
+        progress.landed_step = progress.step
+        if not snapshot.republished:
+            progress.republished = 0
+        self._feed.prune()
+        self._announcer.touch()
+        self._feed.notice.tell()
+        self._metrics.add(snapshot.step, {"publish/seconds": seconds, "version": version.version})
+
+    # ---- beside the turn
+
+    async def _pace(self) -> None:
+        """Turns ends and publishes into credit; republishes what every generator has refused."""
+        learner, progress = self._config.learner, self._progress
+        while True:
+            end = credits.window_end(
+                published_step=self._publisher.published_step,
+                landed_step=progress.landed_step,
+                stride=max(learner.publish_every, min(progress.strides)),
+                publish_every=learner.publish_every,
+                max_lag=self._config.run.max_lag,
+            )
+            free = credits.room(
+                window_end=end,
+                step=progress.step,
+                steps=learner.steps,
+                groups_per_step=learner.groups_per_step,
+                outstanding=self._feed.outstanding(),
+            )
+            if self._pacing.grant(self._feed.live(), free, anyio.current_time()):
+                self._announcer.touch()
+            self._republish_if_refused()
+            await self._feed.notice.wait()
+
+    def _republish_if_refused(self) -> None:
+        newest, latest = self._versions.newest, self._publisher.latest
+        assert newest is not None and latest is not None
+        refused, live = self._feed.refusals(newest.version, newest.epoch)
+        if not live or refused < live or self._publisher.busy:
+            return
+        if self._progress.republished == _REPUBLISH:
+            raise NotReady(f"every generator refused the weights of step {latest.step} under {_REPUBLISH + 1} version numbers")
+        self._progress.republished += 1
+        self._log.warning("version_refused_everywhere", version=newest.version, again=self._progress.republished)
+        self._publisher.offer(replace(latest, republished=True, publish=True, checkpoint=False, ends=()))
+
+    async def _wake_on_stop(self) -> None:
+        await self._stop.wait()
+        self._feed.notice.tell()
+
+    def _compose(self, counter: int) -> LearnerState:
+        newest = self._versions.newest
+        live = set(self._feed.live())
+        return LearnerState(
+            epoch=self._lease.epoch,
+            counter=counter,
+            step=self._progress.step,
+            version=newest.version if newest else None,
+            pos=newest.pos if newest else None,
+            credits={name: count for name, count in self._pacing.granted.items() if name in live},
+            low=self._feed.lows(),
+            retired=self._feed.retired(),
+            waiting_for=self._progress.waiting_for,
+            steps=self._config.learner.steps,
+            updated_at=time.time(),
+        )
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        feed, progress = self._feed, self._progress
+        if feed.rewards:
+            metrics |= {"reward": fmean(feed.rewards), "reward_std": pstdev(feed.rewards)}
+            metrics |= {f"rewards/{name}": fmean(values) for name, values in feed.reward_parts.items()}
+            progress.rewards = (*progress.rewards, metrics["reward"])[-5:]
+            feed.rewards.clear()
+            feed.reward_parts.clear()
+        metrics |= {
+            "sample/rollout_queue_size": feed.num_pending,
+            "groups/trained_total": self._book.trained,
+            "groups/duplicates_total": feed.duplicates,
+            "quarantine_total": feed.quarantined,
+        }
+        metrics |= {f"groups/dropped_total/{reason}": count for reason, count in self._book.dropped.items()}
+        self._metrics.add(progress.step, metrics)
+        now = anyio.current_time()
+        if now - progress.said_at >= _SAY_EVERY_S or progress.step in (1, self._config.learner.steps):
+            progress.said_at = now
+            newest = self._versions.newest
+            self._log.info(
+                "step",
+                step=f"{progress.step}/{self._config.learner.steps}",
+                reward=round(progress.rewards[-1], 3) if progress.rewards else None,
+                version=newest.version if newest else None,
+                lag=round(metrics["lag/mean"], 1),
+                waiting_s=round(metrics["perf/rollout_wait_s"], 2),
+            )
+
+    # ---- the end
+
+    async def _end(self, reason: str | None) -> None:
+        """Drain, last checkpoint, and unless the process was only asked to stop: final/."""
+        await self._publisher.drain()
+        step = self._progress.step
+        last = await self._snapshot(
+            publish=step > self._publisher.published_step, checkpoint=step > self._publisher.checkpointed_step
+        )
+        if last.publish or last.checkpoint:
+            await self._publisher.upload(last)
+        await self._metrics.flush()
+        if reason is not None:
+            await write_final(
+                self._bucket,
+                run=self._run,
+                epoch=self._lease.epoch,
+                step=step,
+                version=self._versions.newest,
+                adapter=last.adapter,
+                segments=self._publisher.segments,
+                ends=tuple(self._book.fresh),
+                reason=reason,
+            )
+        await self._announcer.write()
+        self._log.info(
+            "learner_done", step=step, reason=reason or "stopped", trained=self._book.trained, dropped=dict(self._book.dropped)
+        )

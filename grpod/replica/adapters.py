@@ -1,0 +1,170 @@
+"""Adapters of one replica: bucket -> local disk -> replica, and no request before the weights are proven.
+
+    fetch (size, sha256) ─▶ load ─▶ score the probe ─▶ judge ─▶ served
+                                                          └─▶ refused: unloaded, told in the generator's state, not tried again
+
+Files stay until after the unload: an engine may read them again while the name is registered. A replica that was restarted has
+forgotten everything: it gets a new `Adapters`, which begins with `prove` (the canary).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpod.bucket.base import Bucket
+from grpod.errors import GrpodError, NotReady, WireError
+from grpod.replica import attest
+from grpod.replica.client import ReplicaClient, Refused, Unavailable, UnknownAdapter, UnusableAnswer
+from grpod.telemetry.log import get_logger
+from grpod.wire import keys
+from grpod.wire.adapter import Adapter
+from grpod.wire.run import Run
+
+BASE = "base"  # the name under which a replica serves the base model
+FILES = (keys.ADAPTER_WEIGHTS, keys.ADAPTER_CONFIG)
+
+
+class VersionRefused(GrpodError):
+    """This replica must not serve this version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A version that this replica has loaded and that was attested."""
+
+    name: str  # inside the replica
+    version: int
+    epoch: int
+    manifest: Adapter
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.version, self.epoch)
+
+    @property
+    def sha256(self) -> str:
+        return self.manifest.files[keys.ADAPTER_WEIGHTS].sha256
+
+
+class Adapters:
+    """Of one incarnation of a replica. `root`: where the bucket's keys lie on the replica's host; None: it shares this disk."""
+
+    def __init__(
+        self, client: ReplicaClient, bucket: Bucket, run: Run, folder: Path, *, base_name: str = BASE, root: str | None = None
+    ) -> None:
+        self._client, self._bucket, self._run, self._folder, self._base_name = client, bucket, run, folder, base_name
+        self._root = root
+        self._base_logprobs: list[float] | None = None
+        self._log = get_logger(replica=client.url)
+        self.resident: dict[tuple[int, int], Served] = {}
+        self.refused: dict[tuple[int, int], str] = {}
+        self.unproven = 0
+
+    async def prove(self, version: int, epoch: int) -> None:
+        """The canary: raises NotReady when this server ignores adapters, or serves another base model."""
+        probe = (await self._manifest(version, epoch)).probe
+        folder = self._folder / "canary"
+        await self._bucket.fetch({f"{keys.CANARY}/{name}": folder / name for name in FILES})
+        name = f"grpod-{self._run.run_id}-canary-{secrets.token_hex(3)}"
+        base = await self._base(probe.token_ids)
+        if not attest.same_base(probe.base_logprobs, base):
+            distance = attest.rms(probe.base_logprobs, base)
+            raise NotReady(
+                f"replica {self._client.url} serves another base model than the learner's: "
+                f"log-probs of the probe are {distance:.2f} nats apart (rms)"
+            )
+        await self._client.load_adapter(name, self._path(keys.CANARY, folder))
+        moved = await self._client.score(name, probe.token_ids)
+        await self._client.unload_adapter(name)
+        if not attest.canary_moves(base, moved):
+            raise NotReady(
+                f"replica {self._client.url} ignores adapters: the canary moves its log-probs by {attest.rms(base, moved):.2g} "
+                "nats (rms), at least 0.3 was expected; is LoRA switched on?"
+            )
+        self._log.info("canary_seen", moved=round(attest.rms(base, moved), 2), noise=attest.rms(probe.base_logprobs, base))
+
+    async def bring(self, version: int, epoch: int) -> Served:
+        """Makes it servable. Raises VersionRefused (remembered), NotFound (it was deleted), Unavailable, BucketError."""
+        key = (version, epoch)
+        if key in self.resident:
+            return self.resident[key]
+        if key in self.refused:
+            raise VersionRefused(self.refused[key])
+        name = keys.adapter_name(self._run.run_id, version, epoch)
+        folder = self._folder / f"v{version}-e{epoch}"
+        try:
+            manifest = await self._manifest(version, epoch)
+            await self._fetch(manifest, folder)
+            await self._load(name, self._path(keys.adapter_folder(version, epoch), folder))
+            verdict = attest.judge(
+                base_logprobs=manifest.probe.base_logprobs,
+                logprobs=manifest.probe.logprobs,
+                engine_base=await self._base(manifest.probe.token_ids),
+                engine=await self._client.score(name, manifest.probe.token_ids),
+            )
+            if verdict.kind == "refused":
+                raise VersionRefused(f"version {version} (epoch {epoch}) is not what the replica serves: {verdict.describe()}")
+        except (VersionRefused, WireError, UnusableAnswer) as error:
+            self.refused[key] = str(error)
+            self._log.error("version_refused", version=version, epoch=epoch, error=str(error))
+            await self._drop(name, folder)
+            raise VersionRefused(str(error)) from error
+        self.unproven += verdict.kind == "unproven"
+        self._log.debug("version_served", version=version, epoch=epoch, kind=verdict.kind, **verdict.describe())
+        served = self.resident[key] = Served(name=name, version=version, epoch=epoch, manifest=manifest)
+        return served
+
+    async def drop(self, served: Served) -> None:
+        self.resident.pop(served.key, None)
+        await self._drop(served.name, self._folder / f"v{served.version}-e{served.epoch}")
+
+    async def _manifest(self, version: int, epoch: int) -> Adapter:
+        key = keys.adapter(version, epoch, keys.MANIFEST)
+        found = await self._bucket.get(key)
+        assert found is not None
+        manifest = Adapter.decode(found.data, key)
+        if manifest.run_id != self._run.run_id or manifest.base_fingerprint != self._run.base_fingerprint:
+            raise WireError("foreign", f"{key}: of another run or base model")
+        if (manifest.version, manifest.epoch) != (version, epoch):
+            raise WireError("foreign", f"{key}: says to be version {manifest.version} of epoch {manifest.epoch}")
+        return manifest
+
+    async def _fetch(self, manifest: Adapter, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        version, epoch = manifest.version, manifest.epoch
+        await self._bucket.fetch({keys.adapter(version, epoch, name): folder / name for name in manifest.files})
+        for name, ref in manifest.files.items():
+            data = (folder / name).read_bytes()
+            if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+                raise WireError("hash", f"{keys.adapter(version, epoch, name)} is not what its manifest says (size or sha256)")
+
+    def _path(self, key: str, folder: Path) -> str:
+        return str(folder) if self._root is None else f"{self._root.rstrip('/')}/{key}"
+
+    async def _load(self, name: str, path: str) -> None:
+        try:
+            await self._client.load_adapter(name, path)
+        except Refused as error:
+            if "already been loaded" not in str(error):
+                raise VersionRefused(f"the replica would not load it: {error}") from error
+            # names are never reused, and the probe tells what stands behind it
+        except Unavailable as error:
+            if error.status == 500 and await self._client.health():  # vLLM's word for files that it cannot use
+                raise VersionRefused(f"the replica could not load it: {error}") from error
+            raise
+
+    async def _base(self, token_ids: list[int]) -> list[float]:
+        if self._base_logprobs is None:
+            self._base_logprobs = await self._client.score(self._base_name, token_ids)
+        return self._base_logprobs
+
+    async def _drop(self, name: str, folder: Path) -> None:
+        try:
+            await self._client.unload_adapter(name)
+        except (UnknownAdapter, Unavailable, Refused):
+            pass  # it is not there, or the replica is gone and with it the name
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""Does this replica answer with the weights that the name stands for? Pure judgements on log-probs of the probe.
+
+    learner    base_logprobs, logprobs          written in the version's manifest, temperature 1
+    engine     base, adapter                    asked of the replica, the same tokens
+
+The engine's difference (adapter - base) is regressed on the learner's, so that what its arithmetic does to both alike cancels:
+
+    slope = sum(dl * de) / sum(dl * dl)         1 for the right weights, 0 for none, anything for others
+
+A slope that is wrong beyond its standard error refuses the version; so does a distance to the learner's log-probs far above
+the noise that the base alone shows. Where the adapter has too little effect to tell, the version is *unproven*: accepted on
+the word of the canary, an adapter whose effect cannot be overlooked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+SLOPE_TOLERANCE = 0.1
+SIGNIFICANT = 5.0  # standard errors
+TELLING = 0.1  # standard error of the slope above which a wrong slope could not be told from a right one
+NOISE_FACTOR = 4.0  # how far beyond the base's noise the adapter may be
+NOISE_FLOOR = 3e-4  # nats; two float32 implementations differ by up to 1e-4
+OTHER_BASE = 0.5  # nats rms: no arithmetic of the same weights is so far off (bf16: 0.05)
+CANARY_SHARE = 0.3  # nats rms that the canary must move; the learner made it move at least 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    kind: Literal["proven", "unproven", "refused"]
+    slope: float
+    slope_error: float
+    to_adapter: float  # rms distance of the engine's adapter log-probs to the learner's
+    to_base: float  # and to the learner's base
+    noise: float  # rms distance of the two bases
+
+    def describe(self) -> dict[str, float]:
+        return {name: round(float(value), 6) for name, value in vars(self).items() if name != "kind"}
+
+
+def judge(
+    *, base_logprobs: Sequence[float], logprobs: Sequence[float], engine_base: Sequence[float], engine: Sequence[float]
+) -> Verdict:
+    """All four of the same length."""
+    learner_moves = [a - b for a, b in zip(logprobs, base_logprobs, strict=True)]
+    engine_moves = [a - b for a, b in zip(engine, engine_base, strict=True)]
+    power = math.fsum(d * d for d in learner_moves)
+    slope, error = math.nan, math.inf
+    if power > 0:
+        slope = math.fsum(a * b for a, b in zip(learner_moves, engine_moves, strict=True)) / power
+        rest = math.fsum((b - slope * a) ** 2 for a, b in zip(learner_moves, engine_moves, strict=True))
+        error = math.sqrt(rest / max(1, len(learner_moves) - 1) / power)
+    noise, to_adapter, to_base = rms(base_logprobs, engine_base), rms(logprobs, engine), rms(base_logprobs, engine)
+    wrong = power > 0 and abs(slope - 1) > SLOPE_TOLERANCE + SIGNIFICANT * error
+    far = to_adapter > NOISE_FACTOR * noise + NOISE_FLOOR
+    telling = error <= TELLING
+    return Verdict(
+        kind="refused" if wrong or far else "proven" if telling else "unproven",
+        slope=slope,
+        slope_error=error,
+        to_adapter=to_adapter,
+        to_base=to_base,
+        noise=noise,
+    )
+
+
+def same_base(base_logprobs: Sequence[float], engine_base: Sequence[float]) -> bool:
+    return rms(base_logprobs, engine_base) <= OTHER_BASE
+
+
+def canary_moves(engine_base: Sequence[float], engine_canary: Sequence[float]) -> bool:
+    """False: the server answers to an adapter's name without it."""
+    return rms(engine_base, engine_canary) >= CANARY_SHARE
+
+
+def rms(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.sqrt(math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a))
