@@ -8,9 +8,9 @@ A credit is a place in the order of training, so a group that is begun on credit
     ──┼─────────── steps ───────────┼── … ────────────────────────────────────────┤  groups begun under p are still trainable
                                                                                   └─ nothing is credited beyond here
 
-`landed` is the step reached when the newest manifest was written, `stride` the steps from one publish to the next: publish_every,
-or more where the bucket is slow and the newest snapshot wins. With max_lag 0 the window must not move before the publish
-itself, so there it counts from the published step, and the stride is publish_every.
+`landed` is the step reached when the newest manifest was written, `stride` the steps from one publish to the next:
+publish_every, or more where the bucket is slow and the newest snapshot wins. With max_lag 0 the window must not move before
+the publish itself, so there it counts from the published step, and the stride is publish_every.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +94,7 @@ class Session:
                 run_id=run.run_id,
                 epoch=lease.epoch,
                 base_fingerprint=run.base_fingerprint,
-                lora=Lora(r=config.lora.rank, alpha=config.lora.alpha, targets=list(policy.targets)),
+                lora=Lora(r=config.lora.rank, alpha=config.lora.alpha, targets=policy.lora_targets),
                 probe_ids=self._probe_ids,
                 base_logprobs=policy.score(self._probe_ids, adapter=False),
                 keep_checkpoints=config.learner.keep_checkpoints,
@@ -106,7 +107,7 @@ class Session:
             kept=[*resume.older, keys.checkpoint_folder(resume.manifest.step, resume.manifest.epoch)] if resume else [],
             on_landed=self._landed,
         )
-        self._due = Due(config.learner, step=self._progress.step, resumable_bytes=policy.num_checkpoint_bytes)
+        self._due = Due(config.learner, step=self._progress.step, resumable_bytes=policy.resumable_bytes)
         self._announcer = Announcer(bucket, self._compose)
         self._metrics = MetricWriter(bucket, f"learner-e{lease.epoch}")
 
@@ -121,7 +122,7 @@ class Session:
             return policy, cls(ctx, lease, bucket, run, policy, resume)
 
         policy, session = await anyio.to_thread.run_sync(load, ctx.config)
-        session._log.info("policy_loaded", step=session._progress.step, resumed=resume is not None, device=policy.device)
+        session._log.info("policy_loaded", step=session._progress.step, resumed=resume is not None, **policy.describe())
         return session
 
     # ---- the turn
@@ -190,7 +191,8 @@ class Session:
             limit = self._config.learner.give_up_after
             if feed.idle_run >= limit:
                 raise NotReady(
-                    f"{feed.idle_run} groups in a row gave nothing to learn from ({dict(self._book.dropped)}): every reward alike"
+                    f"{feed.idle_run} groups in a row gave nothing to learn from (dropped: {dict(self._book.dropped)}); "
+                    "do the rewards ever differ within a group?"
                 )
             await self._snapshot_if_due()
             await feed.notice.wait(1.0)
@@ -230,10 +232,8 @@ class Session:
 
     async def _publish_first(self) -> None:
         canary = await anyio.to_thread.run_sync(self._policy.canary_files, self._probe_ids)
-        try:
+        with contextlib.suppress(AlreadyExists):  # an earlier epoch wrote it: any canary will do
             await self._bucket.put({f"{keys.CANARY}/{name}": data for name, data in canary.items()}, create=True)
-        except AlreadyExists:
-            pass  # an earlier epoch wrote it: any canary will do
         await self._publisher.upload(await self._snapshot(publish=True, checkpoint=False))
         self._due.took(self._progress.step, publish=True, checkpoint=False)
 
@@ -276,7 +276,8 @@ class Session:
 
     def _republish_if_refused(self) -> None:
         newest, latest = self._versions.newest, self._publisher.latest
-        assert newest is not None and latest is not None
+        assert newest is not None
+        assert latest is not None
         refused, live = self._feed.refusals(newest.version, newest.epoch)
         if not live or refused < live or self._publisher.busy:
             return

@@ -1,0 +1,258 @@
+"""Objects as they are found: whole, cut, twice, late, foreign. Each group ends once, and nothing waits for a missing number."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import pytest
+
+from grpod.bucket.memory import MemoryBucket
+from grpod.learner.book import Book
+from grpod.learner.feed import Feed, Rules
+from grpod.learner.pacing import Pacing
+from grpod.learner.versions import Versions
+from grpod.wire import keys
+from grpod.wire.checkpoint import Cursor
+from grpod.wire.rollout import Drop
+from tests.learner.helpers import BASE, RUN, group, lineage, manifest, shipped, state
+
+pytestmark = pytest.mark.anyio
+
+
+class World:
+    def __init__(self, *, cursors: dict[str, Cursor] | None = None, bucket: MemoryBucket | None = None, **rules: Any) -> None:
+        self.now = 0.0
+        self.bucket = bucket or MemoryBucket(f"memory://{secrets.token_hex(4)}")
+        self.book = Book()
+        self.pacing = Pacing()
+        self.versions = Versions(self.bucket, lineage())
+        self.versions.note(manifest(0))
+        defaults = {"run_id": RUN, "base_fingerprint": BASE, "max_lag": 2, "vocab_size": 100, "max_positions": 64}
+        self.feed = Feed(
+            self.bucket,
+            rules=Rules(**{**defaults, "mask_truncated": True, "ttl_s": 30.0, "list_every_s": 0.0, **rules}),
+            book=self.book,
+            pacing=self.pacing,
+            versions=self.versions,
+            cursors=cursors or {},
+            clock=lambda: self.now,
+        )
+
+    async def put(self, **objects: bytes) -> None:
+        await self.bucket.put({key.replace("__", "/"): data for key, data in objects.items()})
+
+    async def ship(self, name: str, seq: int, data: bytes) -> None:
+        await self.bucket.put({keys.rollout(name, seq): data})
+
+    async def state(self, name: str, **fields: Any) -> None:
+        await self.bucket.put({keys.generator_state(name): state(name, **fields)})
+
+    async def quarantine(self) -> set[str]:
+        return {meta.key async for meta in self.bucket.list("quarantine")}
+
+
+async def test_groups_come_oldest_version_first() -> None:
+    world = World()
+    world.versions.note(manifest(1))
+    await world.ship("g", 0, shipped(group("g/0", version=1)))
+    await world.ship("g", 1, shipped(group("g/1", version=0)))
+    await world.feed.poll()
+    taken = world.feed.take(2)
+    assert taken is not None
+    assert [pending.group.group_id for pending in taken] == ["g/1", "g/0"]
+
+
+async def test_fewer_than_asked_for_are_not_taken() -> None:
+    world = World()
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.feed.poll()
+    assert world.feed.take(2) is None
+    assert world.feed.num_pending == 1
+
+
+async def test_a_cursor_moves_on_only_when_every_group_of_an_object_has_ended() -> None:
+    world = World()
+    await world.ship("g", 0, shipped(group("g/0"), group("g/1")))
+    await world.feed.poll()
+    taken = world.feed.take(2)
+    assert taken is not None
+    world.feed.trained(taken[:1], 1)
+    assert world.feed.cursors()["g"] == Cursor(low=0, done=[])
+    world.feed.trained(taken[1:], 1)
+    assert world.feed.cursors()["g"] == Cursor(low=1, done=[])
+
+
+async def test_a_missing_number_holds_up_nobody_and_is_read_when_it_comes() -> None:
+    world = World()
+    await world.ship("g", 1, shipped(group("g/1")))
+    await world.feed.poll()
+    taken = world.feed.take(1)
+    assert taken is not None
+    world.feed.trained(taken, 1)
+    assert world.feed.cursors()["g"] == Cursor(low=0, done=[1])
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.feed.poll()
+    assert world.feed.num_pending == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(lambda data: b"", "empty"), (lambda data: data[: len(data) * 6 // 10], "truncated"), (lambda data: b"x" * 99, "truncated")],
+)
+async def test_an_object_that_cannot_be_read_is_quarantined_once(spoil: Any, reason: str) -> None:
+    world = World()
+    await world.ship("g", 0, spoil(shipped(group("g/0"))))
+    await world.ship("g", 1, shipped(group("g/1")))
+    await world.feed.poll()
+    await world.feed.poll()
+    assert world.feed.quarantined == 1
+    assert world.feed.num_pending == 1, "the good object is used"
+    key = keys.quarantine(keys.rollout("g", 0))
+    assert await world.quarantine() == {f"{key}/object", f"{key}/reason.json"}
+    found = await world.bucket.get(f"{key}/reason.json")
+    assert found is not None
+    assert f'"reason": "{reason}"'.encode() in found.data
+
+
+async def test_a_restart_does_not_look_at_the_quarantined_again() -> None:
+    world = World()
+    await world.ship("g", 0, b"")
+    await world.feed.poll()
+    again = World(bucket=world.bucket)
+    await again.feed._forget_quarantined()
+    await again.feed.poll()
+    assert again.feed.quarantined == 0
+
+
+async def test_one_bad_group_does_not_spoil_the_others_of_its_object() -> None:
+    world = World()
+    bad = group("g/1")
+    rollouts = (bad.rollouts[0].__class__(**{**vars(bad.rollouts[0]), "generator_logprobs": (float("nan"), -1.0)}), *bad.rollouts[1:])
+    await world.ship("g", 0, shipped(group("g/0"), group("g/1", rollouts=rollouts)))
+    await world.feed.poll()
+    assert world.feed.num_pending == 1
+    assert world.book.dropped == {"quarantined": 1}
+    again = World(bucket=world.bucket)
+    await again.feed._forget_quarantined()
+    await again.feed.poll()
+    assert again.feed.num_pending == 1, "a restart reads the good group again"
+
+
+async def test_a_copy_is_a_duplicate_and_no_second_end() -> None:
+    world = World()
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.ship("g", 1, shipped(group("g/0")))
+    await world.ship("other", 0, shipped(group("g/0")))
+    await world.feed.poll()
+    taken = world.feed.take(1)
+    assert taken is not None
+    world.feed.trained(taken, 1)
+    assert world.feed.duplicates == 2
+    assert world.book.trained == 1
+    assert world.feed.take(1) is None
+    assert world.feed.cursors() == {"g": Cursor(low=2), "other": Cursor(low=1)}
+
+
+async def test_drops_of_the_generator_end_with_its_reason() -> None:
+    world = World()
+    await world.ship("g", 0, shipped(group("g/0"), drops=[Drop(group_id="g/1", reason="reward_timeout")]))
+    await world.feed.poll()
+    assert world.book.dropped == {"reward_timeout": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"run_id": "another"}, "foreign_run"),
+        ({"adapter_sha256": "b" * 64}, "adapter_hash"),
+        ({"policy_version": 9}, "unknown_version"),
+        ({"prompt_ids": (3, 100)}, "token_id"),
+        ({"rewards": (1.0, 1.0)}, "zero_spread"),
+    ],
+)
+async def test_what_may_not_be_trained_ends_by_name(fields: dict[str, Any], reason: str) -> None:
+    world = World()
+    await world.ship("g", 0, shipped(group("g/0", **fields)))
+    await world.feed.poll()
+    assert world.book.dropped == {reason: 1}
+    assert world.feed.num_pending == 0
+
+
+async def test_a_group_becomes_stale_while_it_waits() -> None:
+    world = World(max_lag=1)
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.feed.poll()
+    world.versions.note(manifest(1))
+    world.feed.prune()
+    assert world.feed.num_pending == 1
+    world.versions.note(manifest(2))
+    world.feed.prune()
+    assert world.book.dropped == {"stale": 1}
+
+
+async def test_a_silent_generator_is_retired_and_what_it_had_open_is_lost() -> None:
+    world = World()
+    await world.state("g", begun=3, open_=["g/1", "g/2"], next_seq=1)
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.feed.poll()
+    assert world.feed.live() == ["g"]
+    world.now = 31.0
+    await world.feed.poll()
+    assert world.feed.live() == []
+    assert world.feed.retired() == ["g"]
+    assert world.book.dropped == {"lost": 2}
+    assert world.feed.num_pending == 1, "what it had shipped is still used"
+
+
+async def test_a_group_that_stands_in_no_readable_object_is_quarantined_not_forgotten() -> None:
+    world = World()
+    await world.ship("g", 0, b"")
+    await world.state("g", begun=2, open_=["g/1"], next_seq=1)
+    await world.feed.poll()
+    assert world.book.dropped == {"quarantined": 1}
+    assert "g/0" in world.book
+
+
+async def test_an_object_that_comes_after_the_retirement_is_used_if_its_groups_were_not_told_lost() -> None:
+    world = World()
+    await world.state("g", begun=1, next_seq=1)
+    await world.feed.poll()
+    world.now = 31.0
+    await world.feed.poll()
+    assert world.feed.retired() == ["g"]
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.feed.poll()
+    assert world.feed.num_pending == 1
+
+
+async def test_an_object_that_never_comes_is_lost_a_ttl_after_the_retirement() -> None:
+    world = World()
+    await world.state("g", begun=1, next_seq=1)
+    for world.now in (0.0, 31.0, 62.0):
+        await world.feed.poll()
+    assert world.book.dropped == {"lost": 1}
+
+
+async def test_reading_goes_on_from_the_cursor() -> None:
+    world = World(cursors={"g": Cursor(low=1, done=[2])})
+    for seq in range(4):
+        await world.ship("g", seq, shipped(group(f"g/{seq}")))
+    await world.feed.poll()
+    taken = world.feed.take(2)
+    assert taken is not None
+    assert {pending.group.group_id for pending in taken} == {"g/1", "g/3"}
+
+
+async def test_every_end_returns_its_credit() -> None:
+    world = World()
+    await world.state("g", begun=2, next_seq=1)
+    world.pacing.granted["g"] = 2
+    await world.ship("g", 0, shipped(group("g/0", (1.0, 1.0)), group("g/1")))
+    await world.feed.poll()
+    assert world.feed.outstanding() == 1
+    taken = world.feed.take(1)
+    assert taken is not None
+    assert world.feed.outstanding() == 1, "in training is not ended"
+    world.feed.trained(taken, 1)
+    assert world.feed.outstanding() == 0
