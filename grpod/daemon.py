@@ -30,7 +30,7 @@ from grpod.bucket.base import Bucket
 from grpod.bucket.open import open_bucket
 from grpod.config import Config
 from grpod.context import Context, Stopping, Takeover
-from grpod.ending import HardEnd, at_once, report
+from grpod.ending import HardEnd, at_once, blame, report
 from grpod.errors import BucketError, NotReady
 from grpod.telemetry import log as logs
 from grpod.wire import keys
@@ -96,7 +96,7 @@ async def _root(
     stop = Stopping()
     async with anyio.create_task_group() as root:
         await root.start(_signals, stop)
-        bucket = open_bucket(config.run.bucket or NO_BUCKET, folder=folder, create=config.run.create_bucket)
+        bucket = _open(config, folder)
         ctx = Context(config=config, folder=folder, bucket=bucket, stop=stop, roles=names, takeover=takeover)
         log.info("starting", roles=list(names), bucket=config.run.bucket or "none")
         try:
@@ -108,6 +108,13 @@ async def _root(
             with anyio.move_on_after(5, shield=True):
                 await bucket.close()
         root.cancel_scope.cancel()  # the helpers above have nothing left to do
+
+
+def _open(config: Config, folder: Path) -> Bucket:
+    try:
+        return open_bucket(config.run.bucket or NO_BUCKET, folder=folder, create=config.run.create_bucket)
+    except BucketError as error:
+        raise NotReady(f"bucket {config.run.bucket}: {error}") from error
 
 
 async def _prepare(ctx: Context, root: anyio.abc.TaskGroup, table: Mapping[str, str]) -> dict[str, Run] | None:
@@ -153,6 +160,7 @@ async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, run: Run, har
     try:
         await run(ctx, index=role.index, task_status=role)
     except Exception as error:
+        blame(error, role.name)
         hard_end.arm(ctx.config.run.grace_s, error)  # the others are cancelled now, and may not notice
         raise
     role.running = False
@@ -179,7 +187,7 @@ async def _readiness(ctx: Context, roles: Sequence[_Role]) -> None:
 async def _grace(ctx: Context, roles: Sequence[_Role], work: anyio.CancelScope, hard_end: HardEnd) -> None:
     grace_s = ctx.config.run.grace_s
     await ctx.stop.wait()
-    log.info("stopping", reason=ctx.stop.reason, grace_s=grace_s)
+    log.info("stopping", reason=ctx.stop.reason, grace_s=grace_s, next_signal="ends it at once")
     hard_end.arm(grace_s, None)
     await anyio.sleep(grace_s - min(3.0, grace_s / 5))  # what is cancelled needs a moment, and has to be gone in time
     log.warning("grace_over", still_running=[role.name for role in roles if role.running])
@@ -192,7 +200,7 @@ async def _signals(stop: Stopping, *, task_status: anyio.abc.TaskStatus[None]) -
         async for signum in received:
             for again in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(again, at_once)  # not through the loop: a loop that is stuck hears it as well
-            stop.request(f"{signal.Signals(signum).name}; a second one ends it at once")
+            stop.request(signal.Signals(signum).name)
 
 
 async def _cancel_when_stopping(stop: Stopping, scope: anyio.CancelScope) -> None:

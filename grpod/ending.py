@@ -29,11 +29,18 @@ def exit_code(error: BaseException) -> int:
     return first.exit_code if isinstance(first, GrpodError) else 1
 
 
+def blame(error: BaseException, role: str) -> None:
+    """Notes on every error in it whose it is, for `report` and for a traceback."""
+    for leaf in _leaves(error):
+        leaf.add_note(f"in role {role}")
+
+
 def report(error: BaseException) -> int:
     """Logs what an (exception group of an) error holds. Returns the exit code."""
     for leaf in {id(leaf): leaf for leaf in _leaves(error)}.values():
         if isinstance(leaf, GrpodError):
-            log.error("failed", error=type(leaf).__name__, message=str(leaf), exit_code=leaf.exit_code)
+            where = ", ".join(getattr(leaf, "__notes__", ()))
+            log.error("failed", error=type(leaf).__name__, message=str(leaf), where=where, exit_code=leaf.exit_code)
         else:
             log.critical("crashed", error=type(leaf).__name__, exc_info=leaf)
     return exit_code(error)
@@ -58,11 +65,13 @@ class HardEnd:
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
+        self._error: Exception | None = None
 
     def arm(self, grace_s: float, error: Exception | None) -> None:
         """`error`: why it ends; None: it was asked to, which is exit code 0 also when a role did not make it in time."""
+        self._error = self._error or error
         if self._timer is None:
-            self._timer = threading.Timer(grace_s + MARGIN_S, self._end, [error])
+            self._timer = threading.Timer(grace_s + MARGIN_S, self._end)
             self._timer.daemon = True
             self._timer.start()
 
@@ -70,9 +79,8 @@ class HardEnd:
         if self._timer is not None:
             self._timer.cancel()
 
-    @staticmethod
-    def _end(error: Exception | None) -> None:
-        code = 0 if error is None else report(error)
+    def _end(self) -> None:
+        code = 0 if self._error is None else report(self._error)
         log.error("ended_by_force", reason="a role did not end in the grace period", exit_code=code)
         sys.stderr.flush()
         os._exit(code)

@@ -23,7 +23,7 @@ def config(path: str | None, schema: bool, sets: tuple[str, ...], roles: tuple[s
     if path is None:
         click.echo(json.dumps(configure.schema(), indent=2))
         return 0
-    from grpod.bucket.open import open_bucket  # noqa: F401
+    from grpod.bucket.open import run_folder
     from grpod.cli.start import parse_roles
 
     loaded = configure.load(Path(path), env=os.environ, sets=sets)
@@ -33,13 +33,16 @@ def config(path: str | None, schema: bool, sets: tuple[str, ...], roles: tuple[s
     configure.check_roles(found, names, path=loaded.path)
     rows = {
         "roles": ", ".join(names),
-        "bucket": found.run.bucket or "none",
+        "bucket": "",
         "model": found.model.base,
         "data": found.data.source if found.data else "",
         "rewards": ", ".join(reward.function for reward in found.rewards),
         "engine": found.generator.engine,
         "folder": str(loaded.folder),
     }
+    if found.run.bucket:
+        run = run_folder(found.run.bucket)
+        rows["bucket"] = found.run.bucket if run.absolute else f"file://{loaded.folder / run.path}"
     click.echo(f"ok: {path}")
     for name, value in rows.items():
         click.echo(f"  {name:8} {value or '-'}")

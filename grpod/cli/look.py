@@ -9,7 +9,7 @@ from typing import TypeVar
 import anyio
 
 from grpod.bucket.base import Bucket
-from grpod.bucket.open import open_bucket
+from grpod.bucket.open import open_bucket, run_folder
 from grpod.errors import ConfigError, NotFound, NotReady
 from grpod.telemetry import log as logs
 from grpod.wire import keys
@@ -37,21 +37,27 @@ async def _at(url: str, work: Callable[[Bucket], Awaitable[T]]) -> T:
 
 async def run_json(url: str, wait_s: float) -> Run | None:
     """What was agreed on. None: `wait_s` is 0, and there is no run yet. Raises `NotReady` after `wait_s`."""
-    bucket = open_bucket(url, create=False)
+    run_folder(url)  # a URL that cannot be is not waited for
+    with anyio.move_on_after(wait_s or None):
+        while True:
+            run = await _run_json(url)
+            if run is not None or not wait_s:
+                return run
+            log.info("waiting_for_run", bucket=url, most_s=wait_s)
+            await anyio.sleep(min(2.0, wait_s))
+    raise NotReady(f"no run at {url} after {wait_s:g} s: a run is begun by `grpod --role learner --config FILE`")
+
+
+async def _run_json(url: str) -> Run | None:
     try:
-        with anyio.move_on_after(wait_s or None):
-            while True:
-                try:
-                    found = await bucket.get(keys.RUN)
-                except NotFound:
-                    if not wait_s:
-                        return None
-                    log.info("waiting_for_run", bucket=bucket.url, most_s=wait_s)
-                    await bucket.changed(wait_s)
-                    await anyio.sleep(1)  # a bucket that changes often is not to be asked more often
-                else:
-                    assert found is not None
-                    return Run.decode(found.data, f"{bucket.url}/{keys.RUN}")
-        raise NotReady(f"no run at {bucket.url} after {wait_s:g} s: a run is begun by `grpod --role learner --config FILE`")
+        bucket = open_bucket(url, create=False)
+    except ConfigError:  # not made yet
+        return None
+    try:
+        found = await bucket.get(keys.RUN)
+    except NotFound:
+        return None
     finally:
         await bucket.close()
+    assert found is not None
+    return Run.decode(found.data, f"{url}/{keys.RUN}")

@@ -6,28 +6,38 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
+
+if TYPE_CHECKING:
+    from grpod.configure import Loaded
 
 KINDS = ("learner", "generator", "proxy")
 
 
 def start(roles: Sequence[str], path: str | None, sets: Sequence[str], takeover: Literal["wait", "exit"]) -> int:
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _nothing_begun)  # until the daemon listens
     names = parse_roles(roles)
+    before = {signum: signal.signal(signum, _nothing_begun) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        loaded = _config(names, None if path is None else Path(path), sets)
+        from grpod import daemon
+
+        return daemon.main(loaded.config, loaded.folder, names, takeover=takeover)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _config(names: Sequence[str], path: Path | None, sets: Sequence[str]) -> Loaded:
     from grpod import configure
 
-    file = None if path is None else Path(path)
     base = None
-    if file is None and os.environ.get(configure.RUN_VARIABLE) and any(name != "proxy" for name in names):
+    if path is None and os.environ.get(configure.RUN_VARIABLE) and any(name != "proxy" for name in names):
         base = _base(names, sets)
-    loaded = configure.load(file, env=os.environ, sets=sets, base=base)
-    configure.check_roles(loaded.config, names, path=file)
-    from grpod import daemon
-
-    return daemon.main(loaded.config, loaded.folder, names, takeover=takeover)
+    loaded = configure.load(path, env=os.environ, sets=sets, base=base)
+    configure.check_roles(loaded.config, names, path=path)
+    return loaded
 
 
 def parse_roles(roles: Sequence[str]) -> tuple[str, ...]:

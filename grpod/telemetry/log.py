@@ -19,7 +19,7 @@ def configure(*, fmt: Literal["auto", "console", "json"] = "auto", level: str = 
             structlog.processors.StackInfoRenderer(),
             *([] if pretty else [structlog.processors.format_exc_info]),
             # plain: rich would print the values of locals, and with them secrets
-            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
             if pretty
             else structlog.processors.JSONRenderer(),
         ],
