@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -15,13 +16,14 @@ from grpod.cli.app import app
 from grpod.errors import GrpodError
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    _leave(_run(argv))
+def main() -> NoReturn:
+    _leave(run(sys.argv[1:]))
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def run(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
     try:
-        code = app.main(args=None if argv is None else list(argv), prog_name="grpod", standalone_mode=False)
+        code = app.main(args=list(argv), prog_name="grpod", standalone_mode=False)
     except click.ClickException as error:  # bad usage: 2
         error.show()
         return error.exit_code
@@ -42,6 +44,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _leave(code: int) -> NoReturn:
     """The interpreter would wait for threads that nothing can end: a step that was given up, an import."""
+    for signum in (signal.SIGINT, signal.SIGTERM):  # it is over: a signal now is no other end
+        signal.signal(signum, lambda signum, frame: os._exit(code))
     others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     for thread in others:
         thread.join(timeout=1)

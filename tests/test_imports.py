@@ -117,6 +117,6 @@ def test_commands_proxy_and_what_they_use_start_without_torch(parts: tuple[str, 
 
 
 def test_help_imports_nothing_heavy() -> None:
-    quietly = "with contextlib.redirect_stdout(io.StringIO()): _run(['--help'])"
-    loaded = _loaded(f"from grpod.__main__ import _run\nimport contextlib, io\n{quietly}")
+    quietly = "with contextlib.redirect_stdout(io.StringIO()): run(['--help'])"
+    loaded = _loaded(f"from grpod.__main__ import run\nimport contextlib, io\n{quietly}")
     assert not loaded & {"torch", "transformers", "pydantic", "pyarrow", "aiohttp", "anyio", "structlog", "huggingface_hub"}

@@ -1,4 +1,4 @@
-"""Commands are run in this process, through the same door as `python -m grpod`; GRPOD_* variables of the outside are hidden."""
+"""Commands are run in this process, as by `python -m grpod`; GRPOD_* variables of the outside are hidden."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from grpod.__main__ import main
+from grpod import __main__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,8 @@ def grpod(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         with monkeypatch.context() as patch:
             for name, value in env.items():
                 patch.setenv(name, value)
-            with pytest.raises(SystemExit) as ended:
-                main(argv)
+            code = __main__.run(argv)
         out, err = capsys.readouterr()
-        return Done(code=int(ended.value.code or 0), out=out, err=err)
+        return Done(code=code, out=out, err=err)
 
     return run

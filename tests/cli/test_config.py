@@ -31,7 +31,7 @@ BAD = {
     "a boolean for an int": Case("generator:\n  group_size: yes\n", ("c.yaml:6", "generator.group_size: yes", "whole number")),
     "true for an int": Case("generator:\n  group_size: true\n", ("generator.group_size", "true", "a whole number")),
     "a fraction": Case("generator:\n  group_size: 8.5\n", ("generator.group_size", "8.5", "of at least 2")),
-    "a section twice": Case("learner: {steps: 1}\nlora: {rank: 8}\nlearner: {steps: 4}\n", ("c.yaml:7: learner is given twice",)),
+    "a section twice": Case("learner: {steps: 1}\nlora: {rank: 8}\nlearner:\n", ("c.yaml:7: learner is given twice",)),
     "a key twice": Case("learner:\n  steps: 1\n  steps: 2\n", ("c.yaml:7", "learner.steps is given twice", "line 6")),
     "the wrong level": Case("learning_rate: 1e-5\n", ("no key learning_rate", "learner.learning_rate")),
     "an abbreviation at the wrong level": Case("lr: 1e-5\n", ("no key lr;", "learner.learning_rate")),
