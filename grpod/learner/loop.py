@@ -20,7 +20,8 @@ from anyio.abc import TaskStatus
 from grpod.bucket.base import Bucket
 from grpod.context import Context
 from grpod.learner import checkpoint
-from grpod.learner.session import Session
+from grpod.learner.policy import Policy
+from grpod.learner.session import LoadPolicy, Session
 from grpod.run.base_model import fingerprint, resolve_base
 from grpod.run.join import join
 from grpod.run.lease import RunEnded, hold
@@ -30,7 +31,13 @@ from grpod.wire import keys
 from grpod.wire.lease import Claim, ResumedFrom
 
 
-async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+async def run(
+    ctx: Context,
+    *,
+    index: int | None = None,
+    load_policy: LoadPolicy = Policy.load,
+    task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+) -> None:
     """Raises LeaseLost (3), NotReady (75), ConfigError (2)."""
     log = get_logger()
     config = ctx.config
@@ -53,7 +60,7 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
                 changes=joined.changes,
                 stop=ctx.stop,
             ) as lease:
-                session = await Session.open(ctx, lease, joined.run, base, resumption.chosen)
+                session = await Session.open(ctx, lease, joined.run, base, resumption.chosen, load_policy)
                 await session.train(task_status)
         except RunEnded:
             log.info("run_is_over", bucket=ctx.bucket.url)

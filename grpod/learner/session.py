@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -35,6 +36,7 @@ from grpod.wire.adapter import Lora
 from grpod.wire.run import Run
 from grpod.wire.state import LearnerState
 
+LoadPolicy = Callable[[Config, Path, int], Policy]
 _REPUBLISH = 3  # times that weights are offered again under a new number when every generator refuses them
 _SAY_EVERY_S = 5.0
 
@@ -112,11 +114,13 @@ class Session:
         self._metrics = MetricWriter(bucket, f"learner-e{lease.epoch}")
 
     @classmethod
-    async def open(cls, ctx: Context, lease: Lease, run: Run, base: Path, resume: Resume | None) -> Session:
+    async def open(
+        cls, ctx: Context, lease: Lease, run: Run, base: Path, resume: Resume | None, load_policy: LoadPolicy
+    ) -> Session:
         bucket = FencedBucket(ctx.bucket, lease)
 
         def load(config: Config) -> tuple[Policy, Session]:
-            policy = Policy.load(config, base, seed=config.data.seed if config.data else 0)
+            policy = load_policy(config, base, config.data.seed if config.data else 0)
             if resume:
                 policy.restore(resume.files, resume.trainer)
             return policy, cls(ctx, lease, bucket, run, policy, resume)
