@@ -36,13 +36,15 @@ def blame(error: BaseException, role: str) -> None:
 
 
 def report(error: BaseException) -> int:
-    """Logs what an (exception group of an) error holds. Returns the exit code."""
+    """Logs what an (exception group of an) error holds, the same fault in two roles once. Returns the exit code."""
+    said: dict[tuple[type[GrpodError], str], list[str]] = {}
     for leaf in {id(leaf): leaf for leaf in _leaves(error)}.values():
         if isinstance(leaf, GrpodError):
-            where = ", ".join(getattr(leaf, "__notes__", ()))
-            log.error("failed", error=type(leaf).__name__, message=str(leaf), where=where, exit_code=leaf.exit_code)
+            said.setdefault((type(leaf), str(leaf)), []).extend(getattr(leaf, "__notes__", ()))
         else:
             log.critical("crashed", error=type(leaf).__name__, exc_info=leaf)
+    for (kind, message), notes in said.items():
+        log.error("failed", error=kind.__name__, message=message, where=", ".join(notes), exit_code=kind.exit_code)
     return exit_code(error)
 
 

@@ -203,3 +203,10 @@ def test_the_first_error_decides_not_what_its_cancellation_brought_about() -> No
     crash_first = BaseExceptionGroup("", [ExceptionGroup("", [KeyError("x")]), NotReady("cut short")])
     assert exit_code(crash_first) == 1
     assert exit_code(ExceptionGroup("", [LeaseLost("gone"), BucketError("cut short")])) == 3
+
+
+def test_one_fault_in_two_roles_is_told_once(start: Any) -> None:
+    daemon = start("learner=config_error", "generator=config_error")
+    assert daemon.end() == 2
+    (failed,) = daemon.events("failed")
+    assert failed["where"] == "in role learner, in role generator"
