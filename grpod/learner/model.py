@@ -5,6 +5,7 @@ wrong with the folder or with `lora.target_modules`. What can be said without th
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,17 +45,17 @@ def load(config: Config, base: Path, seed: int) -> Model:
     if device.type == "cpu" and num_parameters < TINY:
         torch.set_num_threads(1)
     torch.manual_seed(seed)
-    adapted = peft.get_peft_model(
-        causal,
-        peft.LoraConfig(
-            r=config.lora.rank,
-            lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float does as well
-            lora_dropout=config.lora.dropout,
-            target_modules=list(targets),
-            bias="none",
-            task_type="CAUSAL_LM",
-        ),
+    plain = peft.LoraConfig(
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float does as well
+        lora_dropout=config.lora.dropout,
+        target_modules=list(targets),
+        bias="none",
+        task_type="CAUSAL_LM",
     )
+    with warnings.catch_warnings():  # between peft and transformers, of no use to who reads the log
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        adapted = peft.get_peft_model(causal, plain)
     adapted.train()
     if _activation_bytes(causal.config, config.learner.token_budget) > _free_bytes(device) / 2:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
