@@ -30,6 +30,8 @@ _FOREIGN_BOMS = {
 
 def load_rows(data: DataSection, folder: Path) -> Sequence[Row]:
     """`folder`: of the config file. Blocks on disk and network. Raises ConfigError; NotReady when the Hub cannot be reached."""
+    if not data.source:
+        raise ConfigError("data.source is missing: a generator needs prompts")
     path = resolve(data.source, folder)
     if path.is_file():
         rows = _read_file(path, data.limit)
@@ -121,9 +123,10 @@ def _load(source: str, data: DataSection) -> list[Row]:
 
     try:
         dataset = datasets.load_dataset(source, name=data.subset, split=data.split)
-    except (ConnectionError, TimeoutError) as error:
-        raise NotReady(f"data.source {source!r}: the Hub cannot be reached: {error}") from error
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not there, no such subset or split, unreadable
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        # datasets words a Hub that answers 503 as a missing file, with this name in its text
+        if isinstance(error, ConnectionError | TimeoutError) or "LocalEntryNotFoundError" in str(error):
+            raise NotReady(f"data.source {source!r}: the Hub cannot be reached: {error}") from error
         raise ConfigError(f"data.source {source!r} (split {data.split!r}) cannot be loaded: {error}") from error
     if data.limit is not None:
         dataset = dataset.select(range(min(data.limit, len(dataset))))

@@ -139,8 +139,10 @@ def exits(completions, **_):
     sys.exit(3)
 
 
-def dies(completions, **_):
-    os.kill(os.getpid(), signal.SIGSEGV)
+def dies_of_bad(prompts, completions, **_):
+    if prompts[0] == "bad":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return [1.0] * 4
 
 
 def needs_missing_column(completions, no_such_column, **_):
