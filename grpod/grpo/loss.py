@@ -36,7 +36,7 @@ BAND = (0.9, 1.1)  # tokens outside are counted: a mean ratio of 1.00 hides them
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     loss: Tensor  # scalar: this micro-batch's part of the step's loss
-    counts_BK: Tensor  # per rollout, sums over its trained tokens of what COUNTS names; no gradient
+    counts_K: Tensor  # sums over the trained tokens of what COUNTS names; no gradient
 
 
 COUNTS = ("tokens", "ratio", "outside", "clip_low", "clip_high", "capped", "kl")
@@ -104,5 +104,5 @@ def policy_loss(
     trained_BT = mask_BT.to(loss_BT.dtype)
     outside_BT = (ratio_BT < BAND[0]) | (ratio_BT > BAND[1])
     columns = (trained_BT, ratio_BT, outside_BT, low_BT, high_BT, capped_BT, kl_BT.detach())
-    counts_BK = torch.stack([(column.to(loss_BT.dtype) * trained_BT).sum(1) for column in columns], dim=1)
-    return Loss(loss=(token_weights_B * (loss_BT * trained_BT).sum(1)).sum(), counts_BK=counts_BK)
+    counts_K = torch.stack([(column.to(loss_BT.dtype) * trained_BT).sum() for column in columns])
+    return Loss(loss=(token_weights_B * (loss_BT * trained_BT).sum(1)).sum(), counts_K=counts_K)

@@ -26,7 +26,6 @@ from grpod.wire.rollout import Group
 class Credited:
     """A rollout with what the loss needs to know of it."""
 
-    index: int  # among all rollouts of the step
     completion_ids: tuple[int, ...]
     generator_logprobs: tuple[float, ...]
     mask: tuple[int, ...]  # 1: trained
@@ -58,7 +57,6 @@ class MicroBatch:
     advantages_B: Tensor
     token_weights_B: Tensor
     temperatures_B: Tensor
-    indices_B: Tensor
     num_tokens: int  # without the padding
 
 
@@ -77,7 +75,6 @@ def credit(groups: Sequence[Group], config: Config) -> list[Row]:
             if any(masks[index]):
                 credited.append(
                     Credited(
-                        index=index,
                         completion_ids=rollout.completion_ids,
                         generator_logprobs=rollout.generator_logprobs,
                         mask=masks[index],
@@ -131,8 +128,8 @@ def _tensors(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         full = [[*value, *[0] * (longest - len(value))] for value in values]
         return torch.tensor(full, dtype=dtype, device=device)
 
-    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
     shared = len(rollouts) > len(rows)
     return MicroBatch(
@@ -147,7 +144,6 @@ def _tensors(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         advantages_B=column([rollout.advantage for rollout in rollouts]),
         token_weights_B=column([rollout.token_weight for rollout in rollouts]),
         temperatures_B=column([rollout.temperature for rollout in rollouts]),
-        indices_B=column([rollout.index for rollout in rollouts], torch.int64),
         num_tokens=sum(row.length for row in rows),
     )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -26,11 +27,14 @@ from grpod.learner import adapter_file, optimizer
 from grpod.learner.batch import MicroBatch, credit, micro_batches
 from grpod.learner.forward import completion_logprobs, sequence_logprobs
 from grpod.learner.model import Model, load
+from grpod.learner.past import Past, ratio_parts
 from grpod.learner.report import completions, summary
+from grpod.wire.adapter import file_ref
 from grpod.wire.checkpoint import Trainer
 from grpod.wire.keys import ADAPTER_WEIGHTS, OPTIMIZER
 from grpod.wire.rollout import Group
 
+MEASURE_ONE_OF = 32  # groups: how often the importance ratio is taken apart
 CANARY_EFFECT = 1.0  # root mean square by which the canary moves log-probs, at least
 
 
@@ -69,6 +73,7 @@ class Policy:
             if parameter.requires_grad
         }
         self._optimizer = optimizer.adamw(self._adapter, config.learner)
+        self._past = Past(config.run.max_lag + 2)
 
     @classmethod
     def load(cls, config: Config, base: Path, seed: int) -> Policy:
@@ -116,28 +121,17 @@ class Policy:
 
     # --- training ---
 
-    def step(self, groups: Sequence[Group], lags: Sequence[int] | None = None) -> StepReport:
-        """One optimizer step on all of `groups`, or none at all where there is nothing to train or a number is not finite.
-
-        `lags`, one a group, splits the importance ratio: 0 says that the group was made by exactly the present weights, so
-        that what its ratio is off by is the engine's doing.
-        """
+    def step(self, groups: Sequence[Group]) -> StepReport:
+        """One optimizer step on all of `groups`, or none at all where there is nothing to train or a number is not finite."""
         learner = self.config.learner
+        metrics = completions(groups) | self._ratio_parts(groups)
         begun = time.perf_counter()
-        metrics = completions(groups)
-        batches = micro_batches(
-            credit(groups, self.config),
-            token_budget=learner.token_budget,
-            hidden_size=int(self._model.causal.config.hidden_size),
-            share=self._model.stock,
-            device=self._model.device,
-        )
+        batches = self._micro_batches(groups)
         if not batches:
             return StepReport(metrics=metrics, skipped=True, reason="nothing_to_train")
         self._optimizer.zero_grad(set_to_none=True)
-        counts_NK = torch.zeros(sum(len(group.rollouts) for group in groups), len(COUNTS) + 1, device=self._model.device)
-        losses = [self._backward(batch, counts_NK) for batch in batches]
-        loss = float(torch.stack(losses).sum())
+        passes = [self._backward(batch) for batch in batches]
+        loss, *counts = torch.stack([sums for sums, _ in passes]).sum(0).tolist()
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._adapter.values(), learner.max_grad_norm))
         done = time.perf_counter()
         rate = optimizer.learning_rate(learner, self.num_steps)
@@ -148,14 +142,15 @@ class Policy:
             self._optimizer.step()
             self.num_steps += 1
         self._optimizer.zero_grad(set_to_none=True)
-        metrics |= summary(counts_NK.tolist(), groups, lags, learner.loss)
+        metrics |= summary(dict(zip((*COUNTS, "entropy"), counts, strict=True)), learner.loss)
         metrics |= {
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "batch/microbatches_per_step": len(batches),
-            "batch/samples_per_row": sum(len(b.indices_B) for b in batches) / sum(len(b.input_ids_RL) for b in batches),
+            "batch/samples_per_row": sum(len(b.mask_BT) for b in batches) / sum(len(b.input_ids_RL) for b in batches),
             "batch/row_fill_frac": sum(b.num_tokens for b in batches) / sum(b.input_ids_RL.numel() for b in batches),
+            "perf/fwd_s": sum(seconds for _, seconds in passes),
             "perf/fwd_bwd_s": done - begun,
             "perf/optimizer_s": time.perf_counter() - done,
         }
@@ -163,8 +158,18 @@ class Policy:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return StepReport(metrics=metrics, skipped=not finite, reason="" if finite else "not_finite")
 
-    def _backward(self, batch: MicroBatch, counts_NK: Tensor) -> Tensor:
-        """Adds to the gradient, and to the rollouts' rows of `counts_NK` (columns: COUNTS, entropy); returns the loss."""
+    def _micro_batches(self, groups: Sequence[Group]) -> list[MicroBatch]:
+        return micro_batches(
+            credit(groups, self.config),
+            token_budget=self.config.learner.token_budget,
+            hidden_size=int(self._model.causal.config.hidden_size),
+            share=self._model.stock,
+            device=self._model.device,
+        )
+
+    def _backward(self, batch: MicroBatch) -> tuple[Tensor, float]:
+        """Adds to the gradient. Returns the sums of loss, COUNTS and entropy, and the seconds of the forward pass."""
+        begun = time.perf_counter()
         base_BT = None
         if self.config.learner.loss.kl_beta > 0:
             with torch.no_grad(), self._model.peft.disable_adapter():
@@ -179,9 +184,37 @@ class Policy:
             section=self.config.learner.loss,
             base_logprobs_BT=base_BT,
         )
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        seconds = time.perf_counter() - begun
         result.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
-        counts_NK[batch.indices_B] = torch.cat([result.counts_BK, entropy_BT.sum(1, keepdim=True)], dim=1)
-        return result.loss.detach()
+        return torch.cat([result.loss.detach()[None], result.counts_K, entropy_BT.sum()[None]]), seconds
+
+    def _ratio_parts(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Of one group, in turn, so seldom that it costs about a percent; nothing where its version is not remembered."""
+        turn, rest = divmod(self.num_steps, -(-MEASURE_ONE_OF // len(groups)))
+        group = groups[turn % len(groups)]
+        weights = self._past.find(group.adapter_sha256)
+        batches = self._micro_batches([group]) if rest == 0 and weights else []
+        if not batches or not weights:
+            return {}
+        now_N = self._trained_logprobs(batches)
+        kept = {name: parameter.detach().clone() for name, parameter in self._adapter.items()}
+        try:
+            self._assign(safetensors.torch.load(weights))
+            then_N = self._trained_logprobs(batches)
+        finally:
+            self._assign(kept)
+        return ratio_parts(now_N, then_N, [batch.generator_logprobs_BT[batch.mask_BT] for batch in batches])
+
+    @torch.no_grad()
+    def _trained_logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        model = self._model
+        model.peft.eval()
+        try:
+            return [completion_logprobs(model.causal, batch, fused=model.stock)[0][batch.mask_BT] for batch in batches]
+        finally:
+            model.peft.train()
 
     # --- scoring ---
 
@@ -202,6 +235,11 @@ class Policy:
     # --- files ---
 
     def adapter_files(self) -> dict[str, bytes]:
+        files = self._encode()
+        self._past.note(file_ref(files[ADAPTER_WEIGHTS]).sha256, files[ADAPTER_WEIGHTS])
+        return files
+
+    def _encode(self) -> dict[str, bytes]:
         lora = self.config.lora
         return adapter_file.encode(self._adapter, rank=lora.rank, alpha=lora.alpha, targets=self.lora_targets, base=self._base)
 
@@ -221,7 +259,7 @@ class Policy:
                 moved = [a - b for a, b in zip(self.score(token_ids, adapter=True), base, strict=True)]
                 effect = math.sqrt(math.fsum(d * d for d in moved) / len(moved))
                 if math.isfinite(effect) and effect >= CANARY_EFFECT:
-                    return self.adapter_files()
+                    return self._encode()
         finally:
             self._assign(kept)
         raise GrpodError("no random adapter moves this model's log-probs: are lora.target_modules in its forward pass?")

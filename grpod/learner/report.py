@@ -5,10 +5,9 @@ A mean over tokens is over the trained tokens of the whole step, whichever micro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpod.config import LossSection
-from grpod.grpo.loss import COUNTS
 from grpod.wire.rollout import Group
 
 
@@ -28,33 +27,19 @@ def completions(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def summary(
-    counts: Sequence[Sequence[float]], groups: Sequence[Group], lags: Sequence[int] | None, section: LossSection
-) -> dict[str, float]:
-    """`counts`: one row a rollout, sums over its trained tokens, of COUNTS and of the entropy."""
-    total = _sums(counts)
-    tokens = total["tokens"]
+def summary(counts: Mapping[str, float], section: LossSection) -> dict[str, float]:
+    """`counts`: sums over all trained tokens of the step, of COUNTS and of the entropy."""
+    tokens = counts["tokens"]
     metrics = {
         "batch/trained_tokens_per_step": tokens,
-        "ratio": total["ratio"] / tokens,
-        "ratio_outside": total["outside"] / tokens,
-        "ratio_capped": total["capped"] / tokens,
-        "clip_ratio/low_mean": total["clip_low"] / tokens,
-        "clip_ratio/high_mean": total["clip_high"] / tokens,
-        "clip_ratio/region_mean": (total["clip_low"] + total["clip_high"]) / tokens,
-        "entropy": total["entropy"] / tokens,
+        "ratio": counts["ratio"] / tokens,
+        "ratio_outside": counts["outside"] / tokens,
+        "ratio_capped": counts["capped"] / tokens,
+        "clip_ratio/low_mean": counts["clip_low"] / tokens,
+        "clip_ratio/high_mean": counts["clip_high"] / tokens,
+        "clip_ratio/region_mean": (counts["clip_low"] + counts["clip_high"]) / tokens,
+        "entropy": counts["entropy"] / tokens,
     }
     if section.kl_beta > 0:
-        metrics["kl"] = total["kl"] / tokens
-    if lags is not None:
-        lag_of = [lag for group, lag in zip(groups, lags, strict=True) for _ in group.rollouts]
-        for name, wanted in (("ratio_mismatch", True), ("ratio_lag", False)):
-            part = _sums([row for row, lag in zip(counts, lag_of, strict=True) if (lag == 0) is wanted])
-            if part["tokens"]:
-                metrics[f"{name}/mean"] = part["ratio"] / part["tokens"]
-                metrics[f"{name}/outside"] = part["outside"] / part["tokens"]
+        metrics["kl"] = counts["kl"] / tokens
     return metrics
-
-
-def _sums(rows: Sequence[Sequence[float]]) -> dict[str, float]:
-    return {name: sum(row[i] for row in rows) for i, name in enumerate((*COUNTS, "entropy"))}

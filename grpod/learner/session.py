@@ -157,7 +157,7 @@ class Session:
             self._lease.check()
             lags = [self._versions.lag(pending.version) for pending in taken]
             begun = anyio.current_time()
-            report = await anyio.to_thread.run_sync(self._policy.step, [pending.group for pending in taken], lags)
+            report = await anyio.to_thread.run_sync(self._policy.step, [pending.group for pending in taken])
             if report.skipped:
                 self._log.error("step_not_finite", step=progress.step + 1, **report.metrics)
                 self._feed.drop(taken, "not_finite")

@@ -51,7 +51,7 @@ class FakePolicy:
     def describe(self) -> dict[str, Any]:
         return {"device": "none"}
 
-    def step(self, groups: Sequence[Any], lags: Sequence[int]) -> StepReport:
+    def step(self, groups: Sequence[Any]) -> StepReport:
         time.sleep(self.step_s)
         self.num_steps += 1
         return StepReport(metrics={"loss": 0.0})
