@@ -60,7 +60,7 @@ def embedded_command(config: Config, base: Path, device: str, port: int) -> list
     command = [sys.executable, "-m", "grpod.replica.embedded", "--model", str(base), "--port", str(port)]
     command += ["--dtype", config.model.dtype, "--max-model-len", str(config.model.max_model_len)]
     command += ["--max-loras", str(config.run.max_lag + 4), "--max-lora-rank", str(lora_rank(config.lora.rank))]
-    return [*command, "--device", device or "auto"]
+    return [*command, "--device", device] if device else command
 
 
 def lora_rank(rank: int) -> int:
@@ -100,7 +100,7 @@ class Remote:
     async def ready(self) -> int:
         with anyio.move_on_after(self._startup_timeout_s):
             async with ReplicaClient(self.url, token=self._token) as client:
-                while not await client.health():
+                while not await client.health():  # noqa: ASYNC110  # another host's health: nothing here can tell of it
                     await anyio.sleep(0.5)
             self._incarnation += 1
             return self._incarnation

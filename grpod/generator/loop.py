@@ -37,7 +37,7 @@ from grpod.telemetry.log import get_logger
 from grpod.wire.rollout import Drop, Group
 
 _AUTO_IN_FLIGHT = 32  # groups at one replica
-_SHIP_S = 3.0  # of the grace period, kept for shipping
+_DRAIN = 0.6  # of the grace period; the rest is for shipping, and for the replica to end
 _UNUSABLE = 8  # groups in a row without a usable answer: then this replica gives none
 _REFUSED = 64  # groups in a row that the replica refused
 
@@ -119,11 +119,11 @@ class Generator:
                 tasks.start_soon(outbox.run)
                 async with anyio.create_task_group() as groups:
                     await self._begin_groups(outbox, groups)
-                    if self.ended == "stopped":
+                    if self._ctx.stop.requested:
                         await self._drain(outbox, groups)
                     else:
                         groups.cancel_scope.cancel()
-                for group_id in sorted(outbox.open) if self.ended == "stopped" else []:
+                for group_id in sorted(outbox.open) if self._ctx.stop.requested else ():
                     outbox.give_up(Drop(group_id=group_id, reason="interrupted"))
                 outbox.close(self.ended or "retired")
             if not self.ended:
@@ -184,7 +184,7 @@ class Generator:
             raise NotReady(f"the replica gives no usable answer: {limit} groups in a row were dropped as {reason}")
 
     async def _drain(self, outbox: Outbox, groups: TaskGroup) -> None:
-        grace_s = max(0.0, self._shop.config.run.grace_s - _SHIP_S)
+        grace_s = _DRAIN * self._shop.config.run.grace_s
         self._log.info("draining", in_flight=outbox.in_flight, grace_s=grace_s)
         with anyio.move_on_after(grace_s):
             await self._notice.until(lambda: outbox.in_flight == 0 or self._follower.view.ended)

@@ -55,11 +55,11 @@ class Station:
         """Raises NotReady when the engine was given up, or is not what the run needs."""
         while True:
             incarnation = await self._engine.ready()
-            async with ReplicaClient(self._engine.url, token=token(self._config, self._folder)) as client:
-                async with anyio.create_task_group() as tasks:
-                    self._forgot = anyio.Event()
-                    tasks.start_soon(self._end_when_lost, incarnation, tasks.cancel_scope)
-                    await self._serve(client)
+            self._forgot = anyio.Event()
+            client = ReplicaClient(self._engine.url, token=token(self._config, self._folder))
+            async with client, anyio.create_task_group() as tasks:
+                tasks.start_soon(self._end_when_lost, incarnation, tasks.cancel_scope)
+                await self._serve(client)
             self.current = self.adapters = self.client = None
             self.notice.tell()
 
