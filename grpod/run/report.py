@@ -18,15 +18,19 @@ from typing import Any
 
 import anyio.to_thread
 
-from grpod.bucket.base import Bucket
+from grpod.bucket.base import Bucket, ObjectMeta
 from grpod.config import Config
-from grpod.errors import GrpodError, NotFound, WireError
+from grpod.errors import GrpodError
 from grpod.run.base_model import resolve_base
+from grpod.run.claims import read_claims
+from grpod.run.curve import learner_curves
+from grpod.run.lineage import Lineage
+from grpod.run.reading import read, read_each
 from grpod.wire import keys
 from grpod.wire.rollout import Group, decode_shipment
 from grpod.wire.run import Final
-from grpod.wire.tables import decode_metrics
 
+_REWARD = "reward"
 _EDGE = 12  # objects of each generator that are read, at either end
 _MEAN = 5  # steps
 _SHOWN = 60  # characters of a text
@@ -51,9 +55,10 @@ class Pair:
 
 
 async def report(bucket: Bucket, config: Config, folder: Path) -> str:
-    """`folder`: of the config file. What cannot be read is said in its place: a report never fails a run."""
+    """`folder`: of the config file. Objects that cannot be read leave gaps; a manifest that cannot raises `WireError`."""
     lines = [*await _end(bucket)]
-    curve = await rewards_by_step(bucket)
+    lineage = Lineage(await read_claims(bucket))
+    curve = list((await learner_curves(bucket, frozenset((_REWARD,)), lineage))[_REWARD].items())
     lines += _rewards(curve)
     local = Path(bucket.url.removeprefix("file://")) if bucket.url.startswith("file://") else None
     if local is not None and curve:
@@ -72,26 +77,6 @@ async def report(bucket: Bucket, config: Config, folder: Path) -> str:
         else:
             lines += _shown(pairs, tokenizer)
     return "\n".join(lines)
-
-
-async def rewards_by_step(bucket: Bucket) -> list[tuple[int, float]]:
-    """(step, mean reward) in order; of a step that two epochs have done, the later one's."""
-    found: dict[int, tuple[int, float]] = {}
-    async for meta in bucket.list(keys.METRICS):
-        named = keys.parse_metrics(meta.key)
-        who, _, epoch = named[0].rpartition("-e") if named else ("", "", "")
-        if who != "learner" or not epoch.isdigit():
-            continue
-        try:
-            data = await bucket.get(meta.key)
-            assert data is not None
-            rows = decode_metrics(data.data, meta.key)
-        except (NotFound, WireError):
-            continue  # deleted meanwhile, or torn: a curve may have a gap
-        for row in rows:
-            if row.name == "reward" and int(epoch) >= found.get(row.step, (-1, 0.0))[0]:
-                found[row.step] = (int(epoch), row.value)
-    return [(step, value) for step, (_, value) in sorted(found.items())]
 
 
 def before_and_after(groups: Iterable[Group], count: int = 3) -> list[Pair]:
@@ -141,16 +126,12 @@ def _said(group: Group) -> Said:
 
 async def _end(bucket: Bucket) -> list[str]:
     """The first lines: how the run has ended, and the adapter."""
-    try:
-        data = await bucket.get(keys.FINAL_MANIFEST)
-    except NotFound:
+    final = await read(bucket, Final, keys.FINAL_MANIFEST)
+    if final is None:
         return ["the run has not ended: the same command goes on from its last checkpoint"]
-    assert data is not None
-    final = Final.decode(data.data, keys.FINAL_MANIFEST)
-    place = f"{bucket.url.removeprefix('file://')}/{keys.FINAL}"
     return [
         f"the run has ended ({final.reason}): {final.step} steps, policy version {final.version}",
-        f"  final adapter  {place}",
+        f"  final adapter  {bucket.url.removeprefix('file://')}/{keys.FINAL}",
     ]
 
 
@@ -163,20 +144,13 @@ def _rewards(curve: Sequence[tuple[int, float]]) -> list[str]:
 
 
 async def _edge_groups(bucket: Bucket) -> list[Group]:
-    objects: dict[str, list[str]] = {}
+    objects: dict[str, list[ObjectMeta]] = {}
     async for meta in bucket.list(keys.ROLLOUTS):
         if (parsed := keys.parse_rollout(meta.key)) is not None:
-            objects.setdefault(parsed[0], []).append(meta.key)
-    groups: list[Group] = []
-    for names in objects.values():
-        for key in dict.fromkeys((*names[:_EDGE], *names[-_EDGE:])):
-            try:
-                found = await bucket.get(key)
-                assert found is not None
-                groups += (await anyio.to_thread.run_sync(decode_shipment, found.data, key)).groups
-            except (NotFound, WireError):
-                continue  # collected meanwhile, or in quarantine
-    return groups
+            objects.setdefault(parsed[0], []).append(meta)
+    wanted = {meta.key: meta for metas in objects.values() for meta in (*metas[:_EDGE], *metas[-_EDGE:])}
+    shipments, _ = await read_each(bucket, list(wanted.values()), decode_shipment)
+    return [group for shipment in shipments.values() for group in shipment.groups]
 
 
 def _tokenizer(base: Path) -> Any:

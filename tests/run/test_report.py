@@ -11,7 +11,7 @@ from grpod.bucket.base import Bucket
 from grpod.bucket.file import FileBucket
 from grpod.bucket.memory import MemoryBucket
 from grpod.config import Config
-from grpod.run.report import before_and_after, report, rewards_by_step
+from grpod.run.report import before_and_after, report
 from grpod.wire import keys
 from grpod.wire.rollout import Group, Rollout, Sampling, Shipment, encode_shipment
 from grpod.wire.run import Final
@@ -56,8 +56,7 @@ async def write_run(bucket: Bucket, *, ended: bool = True) -> None:
 
     shipments = [group(0, 0, {"9": 3, "3": 1}), group(1, 7, {"3": 4})]
     items = {
-        keys.metrics("learner-e1", 0): metrics({1: 0.1, 2: 0.2, 3: 0.9}),
-        keys.metrics("learner-e2", 0): metrics({3: 0.3, 4: 0.4}),
+        keys.metrics("learner-e2", 0): metrics({1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}),
         keys.metrics("g", 0): metrics({1: 0.77}),
         keys.metrics("learner-e2", 1): b"torn",
         **{keys.rollout("g", i): encode_shipment(Shipment(base_fingerprint="f", groups=(g,))) for i, g in enumerate(shipments)},
@@ -69,13 +68,6 @@ async def write_run(bucket: Bucket, *, ended: bool = True) -> None:
         )
         items[keys.FINAL_MANIFEST] = final.encode()
     await bucket.put(items)
-
-
-@pytest.mark.anyio
-async def test_of_a_step_done_twice_the_later_epoch_counts() -> None:
-    bucket = MemoryBucket("memory://report-curve")
-    await write_run(bucket)
-    assert await rewards_by_step(bucket) == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
 
 
 @pytest.mark.anyio
