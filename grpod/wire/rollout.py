@@ -2,6 +2,7 @@
 
     encode_shipment(Shipment) -> bytes          what a generator ships
     decode_shipment(bytes)    -> Shipment       what the learner reads; a broken group stands in `bad`, the others are good
+    decode_ids(bytes)         -> ids, drops     what an audit counts
 
 An object that cannot be read at all raises `WireError`; its reason names the quarantine.
 """
@@ -147,9 +148,7 @@ def decode_shipment(data: bytes, what: str) -> Shipment:
         for name in known:
             if not pa.types.is_struct(table.schema.field(name).type):
                 table = table.set_column(table.column_names.index(name), name, table[name].cast(_SCHEMA.field(name).type))
-        drops = tuple(
-            Drop(group_id=str(d["group_id"]), reason=str(d["reason"])) for d in json.loads(metadata.get("drops", "[]"))
-        )
+        drops = _drops(table)
     except (pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise WireError("malformed", f"{what}: {error}") from error
     rows = table.select([*known, *(n for n in ("rewards",) if n in table.column_names)]).to_pylist()
@@ -165,6 +164,23 @@ def decode_shipment(data: bytes, what: str) -> Shipment:
         else:
             groups.append(_group(members))
     return Shipment(base_fingerprint=metadata.get("base_fingerprint", ""), groups=tuple(groups), drops=drops, bad=tuple(bad))
+
+
+def decode_ids(data: bytes, what: str) -> tuple[set[str], tuple[Drop, ...]]:
+    """Only which groups stand in it, sound or not, and which ones its generator ended: cheap. Raises as `decode_shipment`."""
+    table = read_parquet(data, what, columns=["group_id"])
+    if "group_id" not in table.column_names:
+        raise WireError("malformed", f"{what}: column 'group_id' is missing")
+    try:
+        drops = _drops(table)
+    except (ValueError, TypeError, KeyError) as error:
+        raise WireError("malformed", f"{what}: {error}") from error
+    return {str(value) for value in table["group_id"].unique().to_pylist()}, drops
+
+
+def _drops(table: pa.Table) -> tuple[Drop, ...]:
+    text = (table.schema.metadata or {}).get(b"drops", b"[]").decode("utf-8", "replace")
+    return tuple(Drop(group_id=str(d["group_id"]), reason=str(d["reason"])) for d in json.loads(text))
 
 
 def _fault(rows: list[dict[str, Any]]) -> str | None:

@@ -60,12 +60,12 @@ def write_parquet(table: pa.Table, metadata: dict[str, str] | None = None) -> by
     return out.getvalue()
 
 
-def read_parquet(data: bytes, what: str) -> pa.Table:
-    """Raises `WireError`: "truncated" (no Parquet at all), "format"."""
+def read_parquet(data: bytes, what: str, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """`columns`: those of them that there are; None: all. Raises `WireError`: "truncated" (no Parquet at all), "format"."""
     if not data:
         raise WireError("empty", f"{what}: zero bytes")
     try:
-        table = pq.read_table(io.BytesIO(data))
+        table = pq.read_table(io.BytesIO(data), columns=columns)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise WireError("truncated", f"{what}: not a whole Parquet file: {str(error).splitlines()[0][:200]}") from error
     metadata = table.schema.metadata or {}
