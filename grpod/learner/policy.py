@@ -35,7 +35,8 @@ from grpod.wire.keys import ADAPTER_WEIGHTS, OPTIMIZER
 from grpod.wire.rollout import Group
 
 MEASURE_ONE_OF = 32  # groups: how often the importance ratio is taken apart
-CANARY_EFFECT = 1.0  # root mean square by which the canary moves log-probs, at least
+CANARY_EFFECT = 1.0  # nats rms by which the canary moves log-probs, where the model lets itself be moved so far
+CANARY_LEAST = 0.01  # nats rms; one that does less cannot be told from an engine's noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,21 +249,29 @@ class Policy:
         self._assign(adapter_file.decode(weights, self._adapter))
 
     def canary_files(self, token_ids: Sequence[int]) -> dict[str, bytes]:
-        """A random adapter, the same for a seed, doubled until it moves the log-probs of `token_ids` by CANARY_EFFECT rms."""
+        """A random adapter, the same for a seed, doubled until it moves the log-probs of `token_ids` by CANARY_EFFECT rms.
+
+        A model whose logits are all small (a random one) cannot be moved so far: then it is the one that moves it most.
+        """
         kept = {name: parameter.detach().clone() for name, parameter in self._adapter.items()}
         random = torch.Generator().manual_seed(self._seed ^ 0xCA9A51)
         drawn = {name: torch.randn(p.shape, generator=random) / math.sqrt(p.shape[-1]) for name, p in kept.items()}
         base = self.score(token_ids, adapter=False)
+        best, files = 0.0, dict[str, bytes]()
         try:
             for doublings in range(-8, 24):
                 self._assign({n: t * (2.0**doublings if ".lora_B." in n else 1.0) for n, t in drawn.items()})
                 moved = [a - b for a, b in zip(self.score(token_ids, adapter=True), base, strict=True)]
                 effect = math.sqrt(math.fsum(d * d for d in moved) / len(moved))
-                if math.isfinite(effect) and effect >= CANARY_EFFECT:
-                    return self._encode()
+                if math.isfinite(effect) and effect > best:
+                    best, files = effect, self._encode()
+                if best >= CANARY_EFFECT:
+                    break
         finally:
             self._assign(kept)
-        raise GrpodError("no random adapter moves this model's log-probs: are lora.target_modules in its forward pass?")
+        if best < CANARY_LEAST:
+            raise GrpodError("no random adapter moves this model's log-probs: are lora.target_modules in its forward pass?")
+        return files
 
     @torch.no_grad()
     def _assign(self, tensors: Mapping[str, Tensor]) -> None:

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
-from grpod.bucket.base import Bucket
 from grpod.config import Config
 from grpod.context import Context
 from grpod.errors import AlreadyExists, NotReady
@@ -26,6 +25,7 @@ from grpod.learner.finish import write_final
 from grpod.learner.pacing import Pacing
 from grpod.learner.policy import Policy
 from grpod.learner.publish import Identity, Publisher, Snapshot
+from grpod.learner.record import Recorder
 from grpod.learner.schedule import Due, probe_ids
 from grpod.learner.versions import Version, Versions
 from grpod.run.lease import FencedBucket, Lease
@@ -38,7 +38,6 @@ from grpod.wire.state import LearnerState
 
 LoadPolicy = Callable[[Config, Path, int], Policy]
 _REPUBLISH = 3  # times that weights are offered again under a new number when every generator refuses them
-_SAY_EVERY_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -50,21 +49,16 @@ class Progress:
     strides: tuple[int, int] = (1, 1)  # steps between the last publishes
     republished: int = 0
     waiting_for: int = 0
-    rewards: tuple[float, ...] = ()  # of the last steps
-    said_at: float = float("-inf")
 
 
 class Session:
-    def __init__(self, ctx: Context, lease: Lease, bucket: Bucket, run: Run, policy: Policy, resume: Resume | None) -> None:
-        config = ctx.config
-        self._config, self._stop, self._lease, self._bucket, self._run, self._policy = (
-            config,
-            ctx.stop,
-            lease,
-            bucket,
-            run,
-            policy,
-        )
+    def __init__(
+        self, ctx: Context, lease: Lease, run: Run, policy: Policy, base_logprobs: list[float], resume: Resume | None
+    ) -> None:
+        """`base_logprobs`: of the probe under the base model. Without a loop's clock it cannot be built in a worker thread."""
+        config, bucket = ctx.config, FencedBucket(ctx.bucket, lease)
+        self._config, self._stop, self._lease, self._bucket = config, ctx.stop, lease, bucket
+        self._run, self._policy = run, policy
         self._log = get_logger(epoch=lease.epoch)
         trainer = resume.trainer if resume else None
         self._progress = Progress(step=trainer.step if trainer else 0)
@@ -88,7 +82,7 @@ class Session:
             cursors=dict(trainer.cursors) if trainer else {},
         )
         self._feed.step = self._progress.step
-        self._probe_ids = probe_ids(run.run_id, policy.vocab_size, config.model.max_model_len)
+        self._probe_ids = _probe(config, run, policy)
         claim = lease.claim
         self._publisher = Publisher(
             bucket,
@@ -98,7 +92,7 @@ class Session:
                 base_fingerprint=run.base_fingerprint,
                 lora=Lora(r=config.lora.rank, alpha=config.lora.alpha, targets=policy.lora_targets),
                 probe_ids=self._probe_ids,
-                base_logprobs=policy.score(self._probe_ids, adapter=False),
+                base_logprobs=base_logprobs,
                 keep_checkpoints=config.learner.keep_checkpoints,
             ),
             book=self._book,
@@ -111,21 +105,28 @@ class Session:
         )
         self._due = Due(config.learner, step=self._progress.step, resumable_bytes=policy.resumable_bytes)
         self._announcer = Announcer(bucket, self._compose)
-        self._metrics = MetricWriter(bucket, f"learner-e{lease.epoch}")
+        self._recorder = Recorder(
+            MetricWriter(bucket, f"learner-e{lease.epoch}"),
+            self._log,
+            feed=self._feed,
+            book=self._book,
+            versions=self._versions,
+            step=self._progress.step,
+            steps=config.learner.steps,
+        )
 
     @classmethod
     async def open(
         cls, ctx: Context, lease: Lease, run: Run, base: Path, resume: Resume | None, load_policy: LoadPolicy
     ) -> Session:
-        bucket = FencedBucket(ctx.bucket, lease)
-
-        def load(config: Config) -> tuple[Policy, Session]:
-            policy = load_policy(config, base, config.data.seed if config.data else 0)
+        def load() -> tuple[Policy, list[float]]:
+            policy = load_policy(ctx.config, base, ctx.config.data.seed if ctx.config.data else 0)
             if resume:
                 policy.restore(resume.files, resume.trainer)
-            return policy, cls(ctx, lease, bucket, run, policy, resume)
+            return policy, policy.score(_probe(ctx.config, run, policy), adapter=False)
 
-        policy, session = await anyio.to_thread.run_sync(load, ctx.config)
+        policy, base_logprobs = await anyio.to_thread.run_sync(load)
+        session = cls(ctx, lease, run, policy, base_logprobs, resume)
         session._log.info("policy_loaded", step=session._progress.step, resumed=resume is not None, **policy.describe())
         return session
 
@@ -137,11 +138,12 @@ class Session:
             tasks.start_soon(self._publisher.run)
             tasks.start_soon(self._announcer.run)
             tasks.start_soon(self._feed.run)
-            tasks.start_soon(self._metrics.run)
+            tasks.start_soon(self._recorder.writer.run)
             tasks.start_soon(self._pace)
             tasks.start_soon(self._wake_on_stop)
             task_status.started()
-            reason = await self._steps()
+            with self._recorder:
+                reason = await self._steps()
             await self._end(reason)
             tasks.cancel_scope.cancel()
 
@@ -166,7 +168,8 @@ class Session:
             self._feed.step = progress.step
             self._feed.trained(taken, progress.step)
             blocked_s = await self._snapshot_if_due()
-            self._record(
+            self._recorder.step(
+                progress.step,
                 {
                     **report.metrics,
                     "lag/mean": fmean(lags),
@@ -174,11 +177,11 @@ class Session:
                     "perf/step_s": anyio.current_time() - begun,
                     "perf/rollout_wait_s": waited_s,
                     "publish/blocked_s": blocked_s,
-                }
+                },
             )
             self._feed.notice.tell()
-            target = self._config.run.stop_at_reward
-            if target is not None and len(progress.rewards) == 5 and fmean(progress.rewards) >= target:
+            target, reward = self._config.run.stop_at_reward, self._recorder.reward
+            if target is not None and reward is not None and reward >= target:
                 return "reward"
         return "steps"
 
@@ -251,7 +254,7 @@ class Session:
         self._feed.prune()
         self._announcer.touch()
         self._feed.notice.tell()
-        self._metrics.add(snapshot.step, {"publish/seconds": seconds, "version": version.version})
+        self._recorder.writer.add(snapshot.step, {"publish/seconds": seconds, "version": version.version})
 
     # ---- beside the turn
 
@@ -312,35 +315,6 @@ class Session:
             updated_at=time.time(),
         )
 
-    def _record(self, metrics: dict[str, float]) -> None:
-        feed, progress = self._feed, self._progress
-        if feed.rewards:
-            metrics |= {"reward": fmean(feed.rewards), "reward_std": pstdev(feed.rewards)}
-            metrics |= {f"rewards/{name}": fmean(values) for name, values in feed.reward_parts.items()}
-            progress.rewards = (*progress.rewards, metrics["reward"])[-5:]
-            feed.rewards.clear()
-            feed.reward_parts.clear()
-        metrics |= {
-            "sample/rollout_queue_size": feed.num_pending,
-            "groups/trained_total": self._book.trained,
-            "groups/duplicates_total": feed.duplicates,
-            "quarantine_total": feed.quarantined,
-        }
-        metrics |= {f"groups/dropped_total/{reason}": count for reason, count in self._book.dropped.items()}
-        self._metrics.add(progress.step, metrics)
-        now = anyio.current_time()
-        if now - progress.said_at >= _SAY_EVERY_S or progress.step in (1, self._config.learner.steps):
-            progress.said_at = now
-            newest = self._versions.newest
-            self._log.info(
-                "step",
-                step=f"{progress.step}/{self._config.learner.steps}",
-                reward=round(progress.rewards[-1], 3) if progress.rewards else None,
-                version=newest.version if newest else None,
-                lag=round(metrics["lag/mean"], 1),
-                waiting_s=round(metrics["perf/rollout_wait_s"], 2),
-            )
-
     # ---- the end
 
     async def _end(self, reason: str | None) -> None:
@@ -352,7 +326,7 @@ class Session:
         )
         if last.publish or last.checkpoint:
             await self._publisher.upload(last)
-        await self._metrics.flush()
+        await self._recorder.writer.flush()
         if reason is not None:
             await write_final(
                 self._bucket,
@@ -369,3 +343,7 @@ class Session:
         self._log.info(
             "learner_done", step=step, reason=reason or "stopped", trained=self._book.trained, dropped=dict(self._book.dropped)
         )
+
+
+def _probe(config: Config, run: Run, policy: Policy) -> list[int]:
+    return probe_ids(run.run_id, policy.vocab_size, config.model.max_model_len)

@@ -24,7 +24,8 @@ def configure(*, fmt: Literal["auto", "console", "json"] = "auto", level: str = 
             else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # looked up at each line: a progress bar puts itself in its place while it is shown
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
 
