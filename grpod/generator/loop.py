@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from grpod.context import Context
 from grpod.errors import NotReady
+from grpod.generator.advertise import advertise
 from grpod.generator.dataset import load_rows
 from grpod.generator.engine import open_engine
 from grpod.generator.prompts import Prompt, PromptSource
@@ -82,6 +83,7 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
             for station in stations:
                 tasks.start_soon(station.run)
             tasks.start_soon(generator.wake_on_stop)
+            tasks.start_soon(advertise, ctx, engines)
             await generator.live(task_status)
             tasks.cancel_scope.cancel()
     log.info("generator_done", generator=generator.name, reason=generator.ended)

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of the training: one bar that stays below the log. Elsewhere a log line comes now and then."""
+"""What a person at a terminal sees of the training: one bar that stays below the log. Elsewhere there are log lines."""
 
 from __future__ import annotations
 
