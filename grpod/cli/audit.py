@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import click
 
@@ -10,11 +11,12 @@ import click
 @click.command()
 @click.argument("url")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def audit(url: str, as_json: bool) -> int:
+@click.option("--deep", is_flag=True, help="Read every file again and compare its hash, not its size alone.")
+def audit(url: str, as_json: bool, deep: bool) -> int:
     """Prove from the bucket that every group of the run at URL ended once. Exit 1: it found a violation."""
     from grpod.cli import look
-    from grpod.run import audit as source
+    import grpod.run.audit as source
 
-    found = look.at(url, source.audit)
+    found = look.at(url, partial(source.audit, deep=deep))
     click.echo(json.dumps(found.as_json()) if as_json else source.render(found))
     return 1 if found.violations else 0

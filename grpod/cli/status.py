@@ -13,7 +13,7 @@ import click
 def status(url: str, as_json: bool) -> int:
     """Show how the run at URL is doing. Needs no running process."""
     from grpod.cli import look
-    from grpod.run import status as source
+    import grpod.run.status as source
 
     found = look.at(url, source.status)
     click.echo(json.dumps(found.as_json()) if as_json else source.render(found))

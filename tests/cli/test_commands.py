@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -145,6 +146,23 @@ def test_stop_leaves_an_ended_run_and_no_run_alone(grpod: Grpod, run: Path, tmp_
     for url in (f"file://{tmp_path}/other", f"file://{tmp_path}/none"):
         assert grpod("stop", url).code == 2
     assert not (tmp_path / "none").exists()
+
+
+def test_status_and_audit_tell_of_a_run_without_a_process(grpod: Grpod, run: Path) -> None:
+    for command in ("status", "audit"):
+        done = grpod(command, f"file://{run}", "--json")
+        assert (done.code, done.err) == (0, "")
+        assert isinstance(json.loads(done.out), dict)
+        assert grpod(command, f"file://{run}").out
+        assert grpod(command, f"file://{run}x").code == 2
+
+
+def test_audit_exits_1_when_something_does_not_fit(grpod: Grpod, run: Path) -> None:
+    (run / "final").mkdir()
+    (run / keys.FINAL_MANIFEST).write_bytes(b"{}")
+    done = grpod("audit", f"file://{run}", "--deep", "--json")
+    assert done.code == 1
+    assert json.loads(done.out)["violations"]
 
 
 def test_an_unexpected_error_is_told_once_with_its_traceback(grpod: Grpod, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
