@@ -14,8 +14,8 @@ import click
 @click.option("--deep", is_flag=True, help="Read every file again and compare its hash, not its size alone.")
 def audit(url: str, as_json: bool, deep: bool) -> int:
     """Prove from the bucket that every group of the run at URL ended once. Exit 1: it found a violation."""
-    from grpod.cli import look
     import grpod.run.audit as source
+    from grpod.cli import look
 
     found = look.at(url, partial(source.audit, deep=deep))
     click.echo(json.dumps(found.as_json()) if as_json else source.render(found))
