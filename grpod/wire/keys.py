@@ -41,15 +41,15 @@ CANARY: Final = "adapters/canary"
 FINAL_MANIFEST: Final = "final/manifest.json"
 FINAL_README: Final = "final/README.md"
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a generator
-_ROLLOUT = re.compile(r"rollouts/([A-Za-z0-9][A-Za-z0-9._-]{0,63})/(\d{10})\.parquet")
-_ADAPTER = re.compile(r"adapters/v(\d{8})-e(\d{6})(?:/.*)?")
-_CHECKPOINT = re.compile(r"checkpoints/s(\d{8})-e(\d{6})(?:/.*)?")
-_LEDGER = re.compile(r"ledger/e(\d{6})/s(\d{8})\.parquet")
-_METRICS = re.compile(r"metrics/([A-Za-z0-9][A-Za-z0-9._-]{0,63})/(\d{10})\.parquet")
-_STATE = re.compile(r"state/generators/([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
-_LEASE = re.compile(r"leases/learner/(\d{6})/([A-Za-z0-9_.-]+)\.json")
-_STOP = re.compile(r"control/stop-([A-Za-z0-9]+)\.json")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)  # of a generator
+_ROLLOUT = re.compile(r"rollouts/([A-Za-z0-9][A-Za-z0-9._-]{0,63})/(\d{10})\.parquet", re.ASCII)
+_ADAPTER = re.compile(r"adapters/v(\d{8})-e(\d{6})(?:/.*)?", re.ASCII)
+_CHECKPOINT = re.compile(r"checkpoints/s(\d{8})-e(\d{6})(?:/.*)?", re.ASCII)
+_LEDGER = re.compile(r"ledger/e(\d{6})/s(\d{8})\.parquet", re.ASCII)
+_METRICS = re.compile(r"metrics/([A-Za-z0-9][A-Za-z0-9._-]{0,63})/(\d{10})\.parquet", re.ASCII)
+_STATE = re.compile(r"state/generators/([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json", re.ASCII)
+_LEASE = re.compile(r"leases/learner/(\d{6})/([A-Za-z0-9_.-]+)\.json", re.ASCII)
+_STOP = re.compile(r"control/stop-([A-Za-z0-9]+)\.json", re.ASCII)
 
 
 def rollout(generator: str, seq: int) -> str:

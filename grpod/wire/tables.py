@@ -65,7 +65,7 @@ def read_parquet(data: bytes, what: str, *, columns: Sequence[str] | None = None
     if not data:
         raise WireError("empty", f"{what}: zero bytes")
     try:
-        table = pq.read_table(io.BytesIO(data), columns=columns)
+        table = pq.ParquetFile(io.BytesIO(data)).read(columns=columns)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise WireError("truncated", f"{what}: not a whole Parquet file: {str(error).splitlines()[0][:200]}") from error
     metadata = table.schema.metadata or {}
