@@ -12,13 +12,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import anyio
 
 from grpod.bucket.base import Bucket
 from grpod.errors import GrpodError, NotReady, WireError
 from grpod.replica import attest
-from grpod.replica.client import ReplicaClient, Refused, Unavailable, UnknownAdapter, UnusableAnswer
+from grpod.replica.client import Refused, ReplicaClient, Unavailable, UnknownAdapter, UnusableAnswer
 from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.adapter import Adapter
@@ -80,12 +83,13 @@ class Adapters:
         await self._client.load_adapter(name, self._path(keys.CANARY, folder))
         moved = await self._client.score(name, probe.token_ids)
         await self._client.unload_adapter(name)
-        if not attest.canary_moves(base, moved):
+        distance, wanted = attest.rms(base, moved), attest.canary_wanted(probe.base_logprobs, base)
+        if distance < wanted:
             raise NotReady(
-                f"replica {self._client.url} ignores adapters: the canary moves its log-probs by {attest.rms(base, moved):.2g} "
-                "nats (rms), at least 0.3 was expected; is LoRA switched on?"
+                f"replica {self._client.url} ignores adapters: the canary moves its log-probs by {distance:.2g} nats (rms), "
+                f"at least {wanted:.2g} was expected; is LoRA switched on?"
             )
-        self._log.info("canary_seen", moved=round(attest.rms(base, moved), 2), noise=attest.rms(probe.base_logprobs, base))
+        self._log.info("canary_seen", moved=round(distance, 3), noise=attest.rms(probe.base_logprobs, base))
 
     async def bring(self, version: int, epoch: int) -> Served:
         """Makes it servable. Raises VersionRefused (remembered), NotFound (it was deleted), Unavailable, BucketError."""
@@ -134,11 +138,10 @@ class Adapters:
         return manifest
 
     async def _fetch(self, manifest: Adapter, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         version, epoch = manifest.version, manifest.epoch
         await self._bucket.fetch({keys.adapter(version, epoch, name): folder / name for name in manifest.files})
         for name, ref in manifest.files.items():
-            data = (folder / name).read_bytes()
+            data = await anyio.Path(folder / name).read_bytes()
             if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
                 raise WireError("hash", f"{keys.adapter(version, epoch, name)} is not what its manifest says (size or sha256)")
 
@@ -163,8 +166,6 @@ class Adapters:
         return self._base_logprobs
 
     async def _drop(self, name: str, folder: Path) -> None:
-        try:
+        with suppress(UnknownAdapter, Unavailable, Refused):  # it is not there, or the replica is gone and with it the name
             await self._client.unload_adapter(name)
-        except (UnknownAdapter, Unavailable, Refused):
-            pass  # it is not there, or the replica is gone and with it the name
         shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,9 @@ TELLING = 0.1  # standard error of the slope above which a wrong slope could not
 NOISE_FACTOR = 4.0  # how far beyond the base's noise the adapter may be
 NOISE_FLOOR = 3e-4  # nats; two float32 implementations differ by up to 1e-4
 OTHER_BASE = 0.5  # nats rms: no arithmetic of the same weights is so far off (bf16: 0.05)
-CANARY_SHARE = 0.3  # nats rms that the canary must move; the learner made it move at least 1
+CANARY_LEAST = 3e-3  # nats rms that the canary must move, also without any noise; the learner made it move 0.01 at least
+CANARY_FACTOR = 2.5  # and beyond the noise: two scores of one model are sqrt(2) of it apart when nothing repeats exactly
+CANARY_MOST = 0.3  # and no more than this; on a model that can be moved at all the learner made it move 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +73,9 @@ def same_base(base_logprobs: Sequence[float], engine_base: Sequence[float]) -> b
     return rms(base_logprobs, engine_base) <= OTHER_BASE
 
 
-def canary_moves(engine_base: Sequence[float], engine_canary: Sequence[float]) -> bool:
-    """False: the server answers to an adapter's name without it."""
-    return rms(engine_base, engine_canary) >= CANARY_SHARE
+def canary_wanted(base_logprobs: Sequence[float], engine_base: Sequence[float]) -> float:
+    """Nats rms by which the canary must move the engine's log-probs: if less, it answers to an adapter's name without it."""
+    return min(CANARY_MOST, max(CANARY_LEAST, CANARY_FACTOR * rms(base_logprobs, engine_base)))
 
 
 def rms(a: Sequence[float], b: Sequence[float]) -> float:
