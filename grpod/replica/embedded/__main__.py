@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpod.replica.embedded.app import Server
 from grpod.replica.embedded.engine import Engine
-from grpod.replica.embedded.jobs import Job
 from grpod.replica.embedded.model import TINY, Model
 from grpod.replica.embedded.text import Text
 
@@ -57,8 +57,8 @@ async def serve(
     try:
         async with BlockingPortal() as portal, anyio.create_task_group() as tasks:
 
-            def post(jobs: list[Job]) -> None:
-                portal.start_task_soon(notify, jobs)  # does not block the engine
+            def post(function: Callable[[], None]) -> None:
+                portal.start_task_soon(function)
 
             engine = Engine(model, post=post, threads=threads, max_rows=args.max_num_seqs, cache_bytes=cache_bytes)
             server.engine = engine
@@ -73,11 +73,6 @@ async def serve(
     finally:
         with anyio.CancelScope(shield=True):
             await runner.cleanup()
-
-
-def notify(jobs: list[Job]) -> None:
-    for job in jobs:
-        job.notify()
 
 
 async def main() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -28,11 +29,11 @@ class Engine:
     """Made on the event loop, run in a thread; other methods than `run` may be called from the loop only."""
 
     def __init__(
-        self, model: Model, *, post: Callable[[list[Job]], None], threads: int, max_rows: int, cache_bytes: int
+        self, model: Model, *, post: Callable[[Callable[[], None]], None], threads: int, max_rows: int, cache_bytes: int
     ) -> None:
         self._batch = Batch(model)
         self._model = model
-        self._post = post  # called in the thread: brings jobs to the loop, for their `notify`
+        self._post = post  # takes what is to be called on the event loop; does not wait for it
         self._threads = threads
         self._max_rows = max_rows
         self._max_tokens = cache_bytes // model.token_bytes
@@ -55,7 +56,7 @@ class Engine:
         self._commands.put(lambda: self._waiting.append(job))
 
     def pause(self, mode: Literal["abort", "wait", "keep"], done: Callable[[], None]) -> None:
-        """Calls `done` (in the thread) once nothing runs any more; what is submitted meanwhile waits for `resume`."""
+        """Calls `done` (on the loop) once it is paused; what is submitted meanwhile waits for `resume`."""
         self._commands.put(lambda: self._pause(mode, done))
 
     def resume(self) -> None:
@@ -87,10 +88,10 @@ class Engine:
             self._batch.drop_finished()
             told = [job for job in live if job.stream or job.finished]
             if told:
-                self._post(told)
+                self._post(partial(notify, told))
             if self._drained and not self._batch.rows:
                 for done in self._drained:
-                    done()
+                    self._post(done)
                 self._drained.clear()
 
     def _take_commands(self) -> None:
@@ -138,14 +139,19 @@ class Engine:
                     choice.finish_reason = choice.finish_reason or "abort"
             self._waiting.clear()
             self._batch.drop_finished()
-            self._post(list(ended))
+            self._post(partial(notify, list(ended)))
         if mode == "wait" and self._batch.num_live:
             self._drained.append(done)
         else:
-            done()
+            self._post(done)
 
     def _resume(self) -> None:
         self._admitting = self._stepping = True
 
     def _stop(self) -> None:
         self._stopped = True
+
+
+def notify(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        job.notify()
