@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import anyio.abc
@@ -31,7 +32,7 @@ from grpod.bucket.open import open_bucket
 from grpod.config import Config
 from grpod.context import Context, Stopping, Takeover
 from grpod.ending import HardEnd, at_once, blame, report
-from grpod.errors import BucketError, NotReady
+from grpod.errors import BucketError, GrpodError, NotReady
 from grpod.telemetry import log as logs
 from grpod.wire import keys
 
@@ -43,6 +44,7 @@ ROLES: Mapping[str, str] = {
     "proxy": "grpod.proxy.loop:run",
 }
 Run = Callable[..., Awaitable[None]]
+ROLES_ENDED = "the roles have ended"
 NO_BUCKET = "memory://no-bucket"  # what a proxy gets that was given none
 LOCAL = ("memory:", "file:")  # buckets that cost nothing to look at
 
@@ -100,10 +102,11 @@ async def _root(
         ctx = Context(config=config, folder=folder, bucket=bucket, stop=stop, roles=names, takeover=takeover)
         log.info("starting", roles=list(names), bucket=config.run.bucket or "none")
         try:
-            functions = await _prepare(ctx, root, table)
-            if functions is not None:
-                await _roles(ctx, root, functions, hard_end)
+            await _unless_stopping(ctx.stop, partial(_first_look, ctx, root))
+            if not stop.requested:
+                await _roles(ctx, root, table, hard_end)
             log.info("ended", reason=stop.reason)
+            await _tell(ctx)
         finally:
             with anyio.move_on_after(5, shield=True):
                 await bucket.close()
@@ -117,21 +120,23 @@ def _open(config: Config, folder: Path) -> Bucket:
         raise NotReady(f"bucket {config.run.bucket}: {error}") from error
 
 
-async def _prepare(ctx: Context, root: anyio.abc.TaskGroup, table: Mapping[str, str]) -> dict[str, Run] | None:
-    """The bucket answers, and the roles are imported. None: it was asked to stop meanwhile, with nothing begun."""
-    functions: dict[str, Run] = {}
-    async with anyio.create_task_group() as preparing:
-        preparing.start_soon(_cancel_when_stopping, ctx.stop, preparing.cancel_scope)
-        if ctx.config.run.bucket:
-            await _first_look(ctx, root)
-        for name in ctx.roles:
-            # in a thread: importing torch takes seconds, and signals are to be heard meanwhile
-            functions[name] = await anyio.to_thread.run_sync(_import, table[name.partition("-")[0]], abandon_on_cancel=True)
-        preparing.cancel_scope.cancel()
-    return functions if len(functions) == len(ctx.roles) and not ctx.stop.requested else None
+T = TypeVar("T")
+
+
+async def _unless_stopping(stop: Stopping, work: Callable[[], Awaitable[T]]) -> T | None:
+    """None: it was asked to stop meanwhile, and the work was cancelled."""
+    result: T | None = None
+    async with anyio.create_task_group() as group:
+        group.start_soon(_cancel_when_stopping, stop, group.cancel_scope)
+        result = await work()
+        group.cancel_scope.cancel()
+    return result
 
 
 async def _first_look(ctx: Context, root: anyio.abc.TaskGroup) -> None:
+    """The bucket answers, and stop requests in it are watched for."""
+    if not ctx.config.run.bucket:
+        return
     watch = _StopWatch(ctx.bucket, ctx.stop)
     with anyio.move_on_after(ctx.config.run.startup_timeout_s) as waiting:
         await root.start(watch.run)
@@ -145,20 +150,23 @@ def _import(target: str) -> Run:
     return run
 
 
-async def _roles(ctx: Context, root: anyio.abc.TaskGroup, functions: Mapping[str, Run], hard_end: HardEnd) -> None:
-    roles = [_Role(name=name) for name in functions]
+async def _roles(ctx: Context, root: anyio.abc.TaskGroup, table: Mapping[str, str], hard_end: HardEnd) -> None:
+    roles = [_Role(name=name) for name in ctx.roles]
     with anyio.CancelScope() as work:
         root.start_soon(_grace, ctx, roles, work, hard_end)
         root.start_soon(_readiness, ctx, roles)
         async with anyio.create_task_group() as group:
             for role in roles:  # all at once: a generator is ready only after the learner's first version
-                group.start_soon(_role, ctx, roles, role, functions[role.name], hard_end)
+                group.start_soon(_role, ctx, roles, role, table[role.kind], hard_end)
 
 
-async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, run: Run, hard_end: HardEnd) -> None:
+async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, target: str, hard_end: HardEnd) -> None:
     structlog.contextvars.bind_contextvars(role=role.name)
     try:
-        await run(ctx, index=role.index, task_status=role)
+        # in a thread: importing torch takes seconds, and signals are to be heard meanwhile
+        run = await _unless_stopping(ctx.stop, partial(anyio.to_thread.run_sync, _import, target, abandon_on_cancel=True))
+        if run is not None:
+            await run(ctx, index=role.index, task_status=role)
     except Exception as error:
         blame(error, role.name)
         hard_end.arm(ctx.config.run.grace_s, error)  # the others are cancelled now, and may not notice
@@ -168,7 +176,7 @@ async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, run: Run, har
     log.info("role_ended")
     others = [other for other in roles if other.kind != "proxy"]
     if others and not any(other.running for other in others):
-        ctx.stop.request("the roles have ended")
+        ctx.stop.request(ROLES_ENDED)
 
 
 async def _readiness(ctx: Context, roles: Sequence[_Role]) -> None:
@@ -201,6 +209,19 @@ async def _signals(stop: Stopping, *, task_status: anyio.abc.TaskStatus[None]) -
             for again in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(again, at_once)  # not through the loop: a loop that is stuck hears it as well
             stop.request(signal.Signals(signum).name)
+
+
+async def _tell(ctx: Context) -> None:
+    """Who has run it all in one process is told what came out of it, on stdout."""
+    kinds = {name.partition("-")[0] for name in ctx.roles}
+    if not {"learner", "generator"} <= kinds or keys.FINAL_MANIFEST not in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
+        return
+    from grpod.run.report import report  # reads Parquet: no other process needs it
+
+    try:
+        print("\n" + await report(ctx.bucket, ctx.config, ctx.folder), flush=True)
+    except GrpodError as error:  # the run is over and whole; only its summary is not to be had
+        log.warning("no_report", error=str(error))
 
 
 async def _cancel_when_stopping(stop: Stopping, scope: anyio.CancelScope) -> None:

