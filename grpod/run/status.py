@@ -200,7 +200,7 @@ def _lines(s: Status) -> Iterable[Table | Text]:
     g = s.groups
     facts.add_row(
         "groups",
-        f"{g.generated} generated: {g.trained} trained, {counts(g.dropped)} dropped, {g.lost} lost, {g.pending} pending",
+        f"{g.generated} generated: {g.trained} trained, dropped {counts(g.dropped)}, {g.lost} lost, {g.pending} pending",
     )
     if s.lag is not None or s.backlog is not None:
         lag = "?" if s.lag is None else f"{s.lag:.1f}"

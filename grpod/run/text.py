@@ -9,14 +9,15 @@ from collections.abc import Mapping
 
 from rich.console import Console, RenderableType
 
+_WIDE = 160  # columns where no terminal says how many
+
 
 def to_text(content: RenderableType) -> str:
-    out = io.StringIO()
-    console = Console(
-        file=out, force_terminal=sys.stdout.isatty(), width=max(80, shutil.get_terminal_size().columns), highlight=False
-    )
-    console.print(content, soft_wrap=True)
-    return out.getvalue().rstrip("\n")
+    out, terminal = io.StringIO(), sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else _WIDE
+    console = Console(file=out, force_terminal=terminal, width=width, highlight=False)
+    console.print(content, soft_wrap=isinstance(content, str))
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def counts(values: Mapping[str, int]) -> str:
