@@ -56,6 +56,11 @@ class Snapshot:
     rng: dict[str, Any]
 
     @property
+    def sha256(self) -> str:
+        """By which rollouts name these weights."""
+        return file_ref(self.adapter[ADAPTER_WEIGHTS]).sha256
+
+    @property
     def files(self) -> dict[str, bytes]:
         """What a checkpoint's folder holds beside trainer.json."""
         return {ADAPTER_WEIGHTS: self.adapter[ADAPTER_WEIGHTS], OPTIMIZER: self.optimizer}
