@@ -8,7 +8,7 @@ cancelled when it does not return in time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -50,3 +50,9 @@ class Context:
     stop: Stopping
     roles: tuple[str, ...]  # all that run in this process, as in --role
     takeover: Takeover = "wait"
+    inputs_checked: anyio.Event = field(default_factory=anyio.Event)  # set by a generator: its data and rewards are usable
+
+    async def wait_for_inputs(self) -> None:
+        """Returns when nothing in this process can still find the data or the rewards wrong: before that nothing is begun."""
+        if any(role.partition("-")[0] == "generator" for role in self.roles):
+            await self.inputs_checked.wait()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import anyio
@@ -20,27 +20,28 @@ import anyio.to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
 from grpod.context import Context
-from grpod.errors import NotReady
+from grpod.errors import BucketError, GrpodError, NotReady
 from grpod.generator.advertise import advertise
 from grpod.generator.dataset import load_rows
 from grpod.generator.engine import open_engine
+from grpod.generator.meter import Meter
 from grpod.generator.prompts import Prompt, PromptSource
-from grpod.generator.reward import RewardPool
+from grpod.generator.reward import RewardPool, RewardsUseless
 from grpod.generator.rollouts import Workshop, make_group
 from grpod.generator.ship import Outbox
 from grpod.generator.station import Station
 from grpod.generator.tokens import load_tokenizer
+from grpod.generator.trust import Trust
 from grpod.replica.adapters import Served
 from grpod.run.base_model import eos_ids, fingerprint, resolve_base
 from grpod.run.follow import Follower
 from grpod.run.join import join
+from grpod.run.metrics_log import PERIOD_S, MetricWriter
 from grpod.telemetry.log import get_logger
-from grpod.wire.rollout import Drop, Group
+from grpod.wire.rollout import Drop
 
 _AUTO_IN_FLIGHT = 32  # groups at one replica
 _DRAIN = 0.6  # of the grace period; the rest is for shipping, and for the replica to end
-_UNUSABLE = 8  # groups in a row without a usable answer: then this replica gives none
-_REFUSED = 64  # groups in a row that the replica refused
 
 
 async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -51,11 +52,15 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, base)
     name = f"g{'' if index is None else index}-{secrets.token_hex(4)}"
     rows = await anyio.to_thread.run_sync(load_rows, config.data, ctx.folder)
-    prompts = await anyio.to_thread.run_sync(lambda: PromptSource(rows, tokenizer, config, generator=name))
+    meter = Meter()
+    prompts = await anyio.to_thread.run_sync(
+        lambda: PromptSource(rows, tokenizer, config, generator=name, on_skip=meter.skipped)
+    )
     async with AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(
             RewardPool(config.rewards, folder=ctx.folder, columns=prompts.columns, workers=config.generator.reward_workers)
         )
+        ctx.inputs_checked.set()
         devices = config.generator.devices if index is None else [config.generator.devices[index]]
         engines = [
             await stack.enter_async_context(open_engine(config, base, device=device, name=f"{name}-replica{i}"))
@@ -77,7 +82,7 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
             rewards=rewards,
             eos_ids=await anyio.to_thread.run_sync(eos_ids, base),
         )
-        generator = Generator(ctx, shop, stations, follower, prompts, name)
+        generator = Generator(ctx, shop, stations, follower, prompts, meter, name)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(follower.run)
             for station in stations:
@@ -93,18 +98,28 @@ class Generator:
     """Begins groups, one life (name) after the other: a learner that took it for dead has retired the name for ever."""
 
     def __init__(
-        self, ctx: Context, shop: Workshop, stations: list[Station], follower: Follower, prompts: PromptSource, name: str
+        self,
+        ctx: Context,
+        shop: Workshop,
+        stations: list[Station],
+        follower: Follower,
+        prompts: PromptSource,
+        meter: Meter,
+        name: str,
     ) -> None:
         self._ctx, self._shop, self._stations, self._follower, self._prompts = ctx, shop, stations, follower, prompts
-        self._notice = follower.notice
+        self._notice, self._meter = follower.notice, meter
         self._log = get_logger()
-        self._failures: dict[str, int] = {}  # groups in a row that fell to the replica, by reason
+        self._trust = {station: Trust(patience_s=shop.config.run.startup_timeout_s) for station in stations}
+        self._failure: GrpodError | None = None  # what ends this generator, once all that it knows is shipped
         self._credit_at = 0.0  # when there was credit last
         self.name = name
         self.ended = ""
 
     async def live(self, task_status: TaskStatus[None]) -> None:
         await self._ready()
+        if self._failure:
+            raise self._failure
         task_status.started()
         while not self.ended:
             outbox = Outbox(
@@ -117,17 +132,24 @@ class Generator:
                 hurry=lambda: self._hurry(outbox),  # noqa: B023  # called only while this outbox lives
                 describe=self._describe,
             )
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(outbox.run)
-                async with anyio.create_task_group() as groups:
-                    await self._begin_groups(outbox, groups)
-                    if self._ctx.stop.requested:
-                        await self._drain(outbox, groups)
-                    else:
-                        groups.cancel_scope.cancel()
-                for group_id in sorted(outbox.open) if self._ctx.stop.requested else ():
-                    outbox.give_up(Drop(group_id=group_id, reason="interrupted"))
-                outbox.close(self.ended or "retired")
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(self._measure, outbox)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(outbox.run)
+                    async with anyio.create_task_group() as groups:
+                        await self._begin_groups(outbox, groups)
+                        if self._ctx.stop.requested:
+                            await self._drain(outbox, groups)
+                        else:
+                            groups.cancel_scope.cancel()
+                    for group_id in sorted(outbox.open) if self._ctx.stop.requested or self._failure else ():
+                        outbox.give_up(Drop(group_id=group_id, reason="interrupted"))
+                    outbox.close(self.ended or "retired", hopeless=isinstance(self._failure, RewardsUseless))
+                    if self._failure:  # told for the time of a stop; a bucket that is away does not keep it
+                        tasks.cancel_scope.deadline = anyio.current_time() + self._shop.config.run.grace_s
+                beside.cancel_scope.cancel()
+            if self._failure:
+                raise self._failure
             if not self.ended:
                 self._log.warning("retired_by_learner", generator=self.name)
                 self.name = f"{self.name.partition('-')[0]}-{secrets.token_hex(4)}"
@@ -161,7 +183,10 @@ class Generator:
             if chosen is None:
                 if self._idle_too_long():
                     return
+                waited_from, spent = anyio.current_time(), outbox.begun >= credit
                 await self._notice.wait(1.0)
+                if spent:
+                    self._meter.waited(anyio.current_time() - waited_from)
                 continue
             station, served = chosen
             group_id, prompt = outbox.begin(), self._prompts.next()
@@ -169,21 +194,45 @@ class Generator:
             await anyio.lowlevel.checkpoint()  # lets it be counted as in flight
 
     async def _make(self, outbox: Outbox, station: Station, served: Served, group_id: str, prompt: Prompt) -> None:
-        result = await make_group(self._shop, station, served, group_id, prompt)
+        try:
+            result = await make_group(self._shop, station, served, group_id, prompt)
+        except RewardsUseless as useless:
+            result = Drop(group_id=group_id, reason=useless.reason)
+            self._fail(useless)
         outbox.done(result)
-        self._judge_replica(result)
+        trust, now = self._trust[station], anyio.current_time()
+        if isinstance(result, Drop):
+            trust.failed(result.reason, now)
+        else:
+            trust.sound()
+            self._meter.done(result)
+        why = trust.given_up(now)
+        if why is not None and station.failure is None:
+            station.give_up(NotReady(f"replica {station.url} {why}"))
 
-    def _judge_replica(self, result: Group | Drop) -> None:
-        """Raises NotReady when the replica gives nothing that could be used, time after time."""
-        reason = result.reason if isinstance(result, Drop) else ""
-        limit = {"unusable_answer": _UNUSABLE, "replica_refused": _REFUSED}.get(reason)
-        if limit is None:
-            if not reason:
-                self._failures.clear()
-            return
-        self._failures[reason] = self._failures.get(reason, 0) + 1
-        if self._failures[reason] >= limit:
-            raise NotReady(f"the replica gives no usable answer: {limit} groups in a row were dropped as {reason}")
+    def _fail(self, failure: GrpodError) -> None:
+        self._failure = self._failure or failure
+        self._notice.tell()
+
+    async def _measure(self, outbox: Outbox) -> None:
+        """Rows of metrics until it is cancelled; then the last one, if the bucket takes it at once."""
+        writer = MetricWriter(self._ctx.bucket, outbox.name)
+
+        def add() -> None:
+            state = self._follower.view.state
+            writer.add(state.step if state else 0, self._meter.row(anyio.current_time(), in_flight=outbox.in_flight))
+
+        add()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            try:
+                while True:
+                    await anyio.sleep(PERIOD_S)
+                    add()
+            finally:
+                add()
+                with anyio.move_on_after(2.0, shield=True), suppress(BucketError):
+                    await writer.flush()
 
     async def _drain(self, outbox: Outbox, groups: TaskGroup) -> None:
         grace_s = _DRAIN * self._shop.config.run.grace_s
@@ -194,11 +243,11 @@ class Generator:
 
     def _choose(self) -> tuple[Station, Served] | None:
         """The replica with the least in flight that serves a version under which a group may begin."""
-        limit = self._shop.config.generator.max_in_flight
+        limit, now = self._shop.config.generator.max_in_flight, anyio.current_time()
         most = _AUTO_IN_FLIGHT if limit == "auto" else limit
         for station in sorted(self._stations, key=lambda s: s.in_flight):
             served = station.ready_version()
-            if served is not None and station.in_flight < most:
+            if served is not None and station.in_flight < self._trust[station].room(most, now):
                 return station, served
         return None
 
@@ -215,7 +264,12 @@ class Generator:
         return sorted(resident), sorted(refused)
 
     def _over(self) -> bool:
-        if not self.ended and self._follower.view.ended:
+        failures = [station.failure for station in self._stations]
+        if self._failure is None and None not in failures:
+            self._failure = NotReady("; ".join(str(failure) for failure in failures))
+        if not self.ended and self._failure is not None:
+            self.ended = str(self._failure)
+        elif not self.ended and self._follower.view.ended:
             self.ended = "run ended"
         elif not self.ended and self._ctx.stop.requested:
             self.ended = "stopped"

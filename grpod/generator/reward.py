@@ -50,7 +50,11 @@ class RewardFailure(GrpodError):
 
 
 class RewardsUseless(GrpodError):
-    """Every group fell to the same fault: going on would end in nothing, so the run ends and says why."""
+    """Every group fell to the same fault, the last one under `reason`: going on would end in nothing."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RewardHealth:
@@ -70,7 +74,7 @@ class RewardHealth:
         self._faults[fault] += 1
         if not self._worked and self._faults[fault] >= self.limit:
             raise RewardsUseless(
-                f"{failure.reason} in all of the first {self.limit} groups and no group scored: {failure}"
+                f"{failure.reason} in all of the first {self.limit} groups and no group scored: {failure}", failure.reason
             ) from failure
         return self._faults[fault] == 1
 

@@ -122,13 +122,15 @@ async def _ask(station: Station, served: Served, request: CompletionRequest) -> 
 
 
 def _rollout(shop: Workshop, choice: Choice, scores: Scores, index: int, seed: int) -> Rollout:
+    truncated = choice.truncated(shop.eos_ids)
+    trained = not (truncated and shop.config.learner.loss.mask_truncated)
     return Rollout(
         completion_ids=tuple(choice.token_ids),
         generator_logprobs=tuple(choice.logprobs),
-        loss_mask=(1,) * len(choice.token_ids),
+        loss_mask=(int(trained),) * len(choice.token_ids),
         reward=scores.totals[index],
         rewards={name: values[index] for name, values in scores.rewards.items()},
-        finish_reason="length" if choice.truncated(shop.eos_ids) else "stop",
+        finish_reason="length" if truncated else "stop",
         seed=seed,
     )
 

@@ -56,6 +56,7 @@ class Outbox:
         self._started_at = time.time()
         self._stated_at = float("-inf")
         self._closing: str | None = None
+        self._hopeless = False
         self._log = get_logger(generator=name)
 
     def begin(self) -> str:
@@ -105,9 +106,9 @@ class Outbox:
                 await anyio.sleep(1.0)
         await self._state()
 
-    def close(self, reason: str) -> None:
-        """Ship what is ready, tell why it ended, and be done."""
-        self._closing = reason
+    def close(self, reason: str, *, hopeless: bool = False) -> None:
+        """Ship what is ready, tell why it ended, and be done. `hopeless`: no other generator of this run will do better."""
+        self._closing, self._hopeless = reason, hopeless
         self._notice.tell()
 
     def _due(self, now: float) -> bool:
@@ -148,6 +149,7 @@ class Outbox:
             url=self._config.generator.advertise or None,
             device=self._device,
             ended=self._closing if self._closing is not None and not self._ready else None,
+            hopeless=self._hopeless,
             started_at=self._started_at,
             updated_at=time.time(),
             period_s=self._config.generator.state_every_s,

@@ -18,16 +18,17 @@ import anyio
 
 from grpod.bucket.base import Bucket
 from grpod.config import Config
-from grpod.errors import BucketError, NotReady
+from grpod.errors import BucketError, NotReady, WireError
 from grpod.generator.engine import Engine, adapter_root, lora_rank, token
 from grpod.replica.adapters import BASE, Adapters, Served, VersionRefused
-from grpod.replica.client import Refused, ReplicaClient, ServerInfo, Unavailable, UnusableAnswer
+from grpod.replica.client import Refused, ReplicaClient, ServerInfo, Unavailable, UnknownAdapter, UnusableAnswer
 from grpod.run.follow import Follower, View
 from grpod.run.notice import Notice
 from grpod.telemetry.log import get_logger
 from grpod.wire.run import Run
 
 _INFO_TRIES = 10
+_UNUSABLE = 4  # turns in a row in which not even the base or the canary could be scored
 
 
 class Station:
@@ -42,6 +43,7 @@ class Station:
         self._users: Counter[tuple[int, int]] = Counter()
         self._scopes: dict[tuple[int, int], set[anyio.CancelScope]] = {}
         self._forgot = anyio.Event()
+        self._life = anyio.CancelScope()
         self._said_waiting: tuple[int, int] | None = None
         self.notice: Notice = follower.notice
         self.current: Served | None = None
@@ -51,8 +53,27 @@ class Station:
         self.in_flight = 0
         self.failure: NotReady | None = None
 
+    @property
+    def url(self) -> str:
+        return self._engine.url
+
     async def run(self) -> None:
-        """Raises NotReady when the engine was given up, or is not what the run needs."""
+        """Until it is cancelled, or `failure` says why this replica is of no use: given up, or not what the run needs."""
+        with self._life:
+            try:
+                await self._live()
+            except* NotReady as errors:
+                self.give_up(_first(errors))
+
+    def give_up(self, failure: NotReady) -> None:
+        """Nothing is begun here any more; what waits for this replica ends."""
+        self._log.error("replica_given_up", replica=self.url, error=str(failure))
+        self.failure = failure
+        self.current = self.adapters = self.client = None
+        self._life.cancel()
+        self.notice.tell()
+
+    async def _live(self) -> None:
         while True:
             incarnation = await self._engine.ready()
             self._forgot = anyio.Event()
@@ -77,14 +98,12 @@ class Station:
         scope.cancel()
 
     async def _serve(self, client: ReplicaClient) -> None:
-        await self._check(client)
-        remote = self._config.generator.engine == "remote"
-        base_name = (await client.models())[0] if remote else BASE
+        base_name = await self._check(client)
         adapters = Adapters(
             client, self._bucket, self._run, self._scratch, base_name=base_name, root=adapter_root(self._config)
         )
         adapters.refused = self.refused
-        proven = False
+        proven, unusable = False, 0
         while True:
             target = self._target(self._follower.view)
             if target is not None:
@@ -94,13 +113,24 @@ class Station:
                         proven = True
                         self.adapters, self.client = adapters, client
                     await self._sync(adapters, target)
-                except (
-                    Unavailable,
-                    BucketError,
-                ) as error:  # the replica or the bucket is away for now: the next turn tries again
-                    self._log.warning("sync_failed", version=target[0], error=str(error))
-                    await self.notice.wait(1.0)
+                except UnknownAdapter as error:  # loaded a moment ago: it was restarted
+                    self._log.warning("adapter_forgotten", version=target[0], error=str(error))
+                    self.forgot()
+                    await anyio.sleep_forever()
+                except Refused as error:
+                    raise NotReady(f"replica {client.url} refuses to score the probe: {error}") from error
+                except WireError as error:  # of the manifest that the probe is in: another version may have a sound one
+                    self.refused[target] = str(error)
+                    self._log.error("version_refused", version=target[0], epoch=target[1], error=str(error))
                     continue
+                except (Unavailable, BucketError, UnusableAnswer) as error:  # for now: the next turn tries again
+                    self._log.warning("sync_failed", version=target[0], error=str(error))
+                    unusable = unusable + 1 if isinstance(error, UnusableAnswer) else 0
+                    if unusable == _UNUSABLE:
+                        raise NotReady(f"replica {client.url} gives no usable answer: {error}") from error
+                    await anyio.sleep(1.0)
+                    continue
+            unusable = 0
             if target == self._target(self._follower.view):
                 await self.notice.wait()
 
@@ -174,7 +204,7 @@ class Station:
     async def holding(self, served: Served) -> ReplicaClient | None:
         """Waits until the replica (again) holds that version. None: it never will: refused, or no longer canonical."""
         while True:
-            if not self._follower.view.lineage.canonical(*served.key) or served.key in self.refused:
+            if self.failure or not self._follower.view.lineage.canonical(*served.key) or served.key in self.refused:
                 return None
             if self.adapters is not None and served.key in self.adapters.resident:
                 return self.client
@@ -184,25 +214,26 @@ class Station:
         """The replica no longer knows an adapter: it was restarted, or somebody else unloads there."""
         self._forgot.set()
 
-    async def _server_info(self, client: ReplicaClient) -> ServerInfo:
-        for attempt in range(_INFO_TRIES):
+    async def _ask_settings(self, client: ReplicaClient) -> tuple[ServerInfo, list[str]]:
+        for left in reversed(range(_INFO_TRIES)):
             try:
-                return await client.server_info()
+                return await client.server_info(), await client.models()
             except Refused as error:
                 raise NotReady(
                     f"replica {client.url} does not tell its settings: {error}; vLLM needs VLLM_SERVER_DEV_MODE=1"
                 ) from error
             except (Unavailable, UnusableAnswer) as error:
-                if attempt == _INFO_TRIES - 1:
+                if not left:
                     raise NotReady(f"replica {client.url} does not tell its settings: {error}") from error
-                await self.notice.wait(1.0)
+                await anyio.sleep(1.0)
         raise AssertionError("unreachable")
 
-    async def _check(self, client: ReplicaClient) -> None:
-        info = await self._server_info(client)
+    async def _check(self, client: ReplicaClient) -> str:
+        """The name of its base model. Raises NotReady when it cannot serve this run."""
+        info, models = await self._ask_settings(client)
         config = self._config
         slots, rank = config.run.max_lag + 2, lora_rank(config.lora.rank)
-        wrong = []
+        wrong = [] if models else ["it lists no model"]
         if info.max_loras == 0:
             wrong.append("LoRA is off: it needs --enable-lora")
         elif info.max_loras < slots:
@@ -215,3 +246,9 @@ class Station:
             wrong.append(f"--max-model-len is {info.max_model_len}, model.max_model_len is {config.model.max_model_len}")
         if wrong:
             raise NotReady(f"replica {client.url} cannot serve this run: {'; '.join(wrong)}")
+        return models[0] if config.generator.engine == "remote" else BASE
+
+
+def _first(errors: BaseExceptionGroup[NotReady]) -> NotReady:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

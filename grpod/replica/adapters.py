@@ -29,6 +29,7 @@ from grpod.wire.run import Run
 
 BASE = "base"  # the name under which a replica serves the base model
 FILES = (keys.ADAPTER_WEIGHTS, keys.ADAPTER_CONFIG)
+_ASK_AGAIN_S = (0.2, 0.4, 0.8)  # pauses before a score that could not be used is asked for again
 
 
 class VersionRefused(GrpodError):
@@ -68,7 +69,8 @@ class Adapters:
         self.unproven = 0
 
     async def prove(self, version: int, epoch: int) -> None:
-        """The canary: raises NotReady when this server ignores adapters, or serves another base model."""
+        """The canary: raises NotReady when this server ignores adapters, or serves another base model; UnusableAnswer,
+        Unavailable, UnknownAdapter, BucketError when that could not be told now."""
         probe = (await self._manifest(version, epoch)).probe
         folder = self._folder / "canary"
         await self._bucket.fetch({f"{keys.CANARY}/{name}": folder / name for name in FILES})
@@ -81,8 +83,11 @@ class Adapters:
                 f"log-probs of the probe are {distance:.2f} nats apart (rms)"
             )
         await self._client.load_adapter(name, self._path(keys.CANARY, folder))
-        moved = await self._client.score(name, probe.token_ids)
-        await self._client.unload_adapter(name)
+        try:
+            moved = await self._score(name, probe.token_ids)
+        finally:
+            with anyio.move_on_after(5.0, shield=True), suppress(UnknownAdapter, Unavailable, Refused):
+                await self._client.unload_adapter(name)
         distance, wanted = attest.rms(base, moved), attest.canary_wanted(probe.base_logprobs, base)
         if distance < wanted:
             raise NotReady(
@@ -92,7 +97,8 @@ class Adapters:
         self._log.info("canary_seen", moved=round(distance, 3), noise=attest.rms(probe.base_logprobs, base))
 
     async def bring(self, version: int, epoch: int) -> Served:
-        """Makes it servable. Raises VersionRefused (remembered), NotFound (it was deleted), Unavailable, BucketError."""
+        """Makes it servable. Raises VersionRefused (remembered), NotFound (it was deleted), Unavailable, UnknownAdapter (it
+        has forgotten what it has just loaded), UnusableAnswer (not even of the base), BucketError."""
         key = (version, epoch)
         if key in self.resident:
             return self.resident[key]
@@ -102,17 +108,10 @@ class Adapters:
         folder = self._folder / f"v{version}-e{epoch}"
         try:
             manifest = await self._manifest(version, epoch)
+            base = await self._base(manifest.probe.token_ids)
             await self._fetch(manifest, folder)
-            await self._load(name, self._path(keys.adapter_folder(version, epoch), folder))
-            verdict = attest.judge(
-                base_logprobs=manifest.probe.base_logprobs,
-                logprobs=manifest.probe.logprobs,
-                engine_base=await self._base(manifest.probe.token_ids),
-                engine=await self._client.score(name, manifest.probe.token_ids),
-            )
-            if verdict.kind == "refused":
-                raise VersionRefused(f"version {version} (epoch {epoch}) is not what the replica serves: {verdict.describe()}")
-        except (VersionRefused, WireError, UnusableAnswer) as error:
+            verdict = await self._attest(manifest, name, self._path(keys.adapter_folder(version, epoch), folder), base)
+        except (VersionRefused, WireError) as error:
             self.refused[key] = str(error)
             self._log.error("version_refused", version=version, epoch=epoch, error=str(error))
             await self._drop(name, folder)
@@ -148,22 +147,51 @@ class Adapters:
     def _path(self, key: str, folder: Path) -> str:
         return str(folder) if self._root is None else f"{self._root.rstrip('/')}/{key}"
 
+    async def _attest(self, manifest: Adapter, name: str, path: str, base: list[float]) -> attest.Verdict:
+        """Raises VersionRefused, with how far what the replica serves is from the adapter and from the base."""
+        probe, what = manifest.probe, f"version {manifest.version} (epoch {manifest.epoch})"
+        try:
+            await self._load(name, path)
+            engine = await self._score(name, probe.token_ids)
+        except (VersionRefused, UnusableAnswer, Refused) as error:
+            if isinstance(error, UnknownAdapter):
+                raise
+            distance = attest.rms(probe.base_logprobs, probe.logprobs)
+            raise VersionRefused(
+                f"{what} cannot be served by replica {self._client.url}, which is left at the base, {distance:.3g} nats (rms) "
+                f"from the adapter: {error}"
+            ) from error
+        verdict = attest.judge(base_logprobs=probe.base_logprobs, logprobs=probe.logprobs, engine_base=base, engine=engine)
+        if verdict.kind == "refused":
+            raise VersionRefused(f"{what} is not what replica {self._client.url} serves: {verdict}")
+        return verdict
+
     async def _load(self, name: str, path: str) -> None:
         try:
             await self._client.load_adapter(name, path)
         except Refused as error:
             if "already been loaded" not in str(error):
-                raise VersionRefused(f"the replica would not load it: {error}") from error
+                raise VersionRefused(f"it would not load it: {error}") from error
             # names are never reused, and the probe tells what stands behind it
         except Unavailable as error:
             if error.status == 500 and await self._client.health():  # vLLM's word for files that it cannot use
-                raise VersionRefused(f"the replica could not load it: {error}") from error
+                raise VersionRefused(f"it could not load it: {error}") from error
             raise
 
     async def _base(self, token_ids: list[int]) -> list[float]:
         if self._base_logprobs is None:
-            self._base_logprobs = await self._client.score(self._base_name, token_ids)
+            self._base_logprobs = await self._score(self._base_name, token_ids)
         return self._base_logprobs
+
+    async def _score(self, model: str, token_ids: list[int]) -> list[float]:
+        """An answer that cannot be used is asked for again: one bad moment must not cost a version."""
+        for pause_s in _ASK_AGAIN_S:
+            try:
+                return await self._client.score(model, token_ids)
+            except UnusableAnswer as error:
+                self._log.warning("score_unusable", model=model, reason=error.reason, error=str(error))
+            await anyio.sleep(pause_s)
+        return await self._client.score(model, token_ids)
 
     async def _drop(self, name: str, folder: Path) -> None:
         with suppress(UnknownAdapter, Unavailable, Refused):  # it is not there, or the replica is gone and with it the name

@@ -9,7 +9,8 @@ The engine's difference (adapter - base) is regressed on the learner's, so that 
 
 A slope that is wrong beyond its standard error refuses the version; so does a distance to the learner's log-probs far above
 the noise that the base alone shows. Where the adapter has too little effect to tell, the version is *unproven*: accepted on
-the word of the canary, an adapter whose effect cannot be overlooked.
+the word of the canary, an adapter whose effect cannot be overlooked. What an engine's arithmetic cannot resolve it swallows
+without a trace, the same for every token: so a residual is never taken for less than half of the base's noise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SLOPE_TOLERANCE = 0.1
 SIGNIFICANT = 5.0  # standard errors
 TELLING = 0.1  # standard error of the slope above which a wrong slope could not be told from a right one
 NOISE_FACTOR = 4.0  # how far beyond the base's noise the adapter may be
-NOISE_FLOOR = 3e-4  # nats; two float32 implementations differ by up to 1e-4
+FLOOR, FLOOR_SHARE = 2e-5, 2e-3  # nats rms, and share of the adapter's effect: where the bases agree to the last bit
+RESOLVED = 0.5  # of the noise; smaller moves may be rounded away
 OTHER_BASE = 0.5  # nats rms: no arithmetic of the same weights is so far off (bf16: 0.05)
 CANARY_LEAST = 3e-3  # nats rms that the canary must move, also without any noise; the learner made it move 0.01 at least
 CANARY_FACTOR = 2.5  # and beyond the noise: two scores of one model are sqrt(2) of it apart when nothing repeats exactly
@@ -42,6 +44,12 @@ class Verdict:
     def describe(self) -> dict[str, float]:
         return {name: round(float(value), 6) for name, value in vars(self).items() if name != "kind"}
 
+    def __str__(self) -> str:
+        return (
+            f"distance to the adapter {self.to_adapter:.3g}, to the base {self.to_base:.3g} nats (rms) at a noise of "
+            f"{self.noise:.3g}; slope {self.slope:.3f} ± {self.slope_error:.3f}, 1 is right"
+        )
+
 
 def judge(
     *, base_logprobs: Sequence[float], logprobs: Sequence[float], engine_base: Sequence[float], engine: Sequence[float]
@@ -49,15 +57,16 @@ def judge(
     """All four of the same length."""
     learner_moves = [a - b for a, b in zip(logprobs, base_logprobs, strict=True)]
     engine_moves = [a - b for a, b in zip(engine, engine_base, strict=True)]
-    power = math.fsum(d * d for d in learner_moves)
+    power, noise = math.fsum(d * d for d in learner_moves), rms(base_logprobs, engine_base)
     slope, error = math.nan, math.inf
     if power > 0:
         slope = math.fsum(a * b for a, b in zip(learner_moves, engine_moves, strict=True)) / power
         rest = math.fsum((b - slope * a) ** 2 for a, b in zip(learner_moves, engine_moves, strict=True))
-        error = math.sqrt(rest / max(1, len(learner_moves) - 1) / power)
-    noise, to_adapter, to_base = rms(base_logprobs, engine_base), rms(logprobs, engine), rms(base_logprobs, engine)
+        spread = max(math.sqrt(rest / max(1, len(learner_moves) - 1)), RESOLVED * noise, FLOOR)
+        error = spread / math.sqrt(power)
+    to_adapter, to_base = rms(logprobs, engine), rms(base_logprobs, engine)
     wrong = power > 0 and abs(slope - 1) > SLOPE_TOLERANCE + SIGNIFICANT * error
-    far = to_adapter > NOISE_FACTOR * noise + NOISE_FLOOR
+    far = to_adapter > NOISE_FACTOR * noise + FLOOR + FLOOR_SHARE * rms(logprobs, base_logprobs)
     telling = error <= TELLING
     return Verdict(
         kind="refused" if wrong or far else "proven" if telling else "unproven",

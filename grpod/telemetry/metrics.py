@@ -113,8 +113,9 @@ METRICS: Final = (
     _gauge("rollout/inflight", "groups", "asked of the replica and not yet answered"),
     _gauge("rollout/duration_s", "s", "from a group's request to its last completion, on average"),
     _gauge("rollout/score_s", "s", "scoring one group, on average"),
-    _gauge("rollout/backpressure_s", "s", "waiting for credit"),
+    _gauge("rollout/backpressure_s", "s", "without credit, since the last row"),
     _gauge("rollout/generated_tok_s", "tokens/s", "completion tokens of the generator"),
+    _counter("prompts/skipped_total/<reason>", "rows", "of the data set that cannot be asked, once in every data epoch, by reason"),
 )
 
 _PATTERNS: Final = tuple((metric.pattern, metric) for metric in METRICS)

@@ -33,6 +33,7 @@ class GeneratorState(Document):
     url: str | None = None
     device: str = ""
     ended: str | None = None  # why it ended, in its last state
+    hopeless: bool = False  # for a reason that holds for every generator of the run: its rewards never work
     started_at: float
     updated_at: float
     period_s: float  # it promises to be written again within this

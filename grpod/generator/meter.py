@@ -1,0 +1,46 @@
+"""What a generator does, in numbers, as rows of `metrics/<generator>/`: means since the last row, and counts that only rise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import fmean
+
+from grpod.wire.rollout import Group
+
+
+class Meter:
+    def __init__(self) -> None:
+        self._skipped: Counter[str] = Counter()
+        self._groups: list[tuple[float, float]] = []  # seconds: generated in, scored in
+        self._tokens = 0
+        self._waited_s = 0.0
+        self._since: float | None = None
+        self._news = False
+
+    def skipped(self, reason: str, row: int) -> None:
+        self._skipped[reason] += 1
+        self._news = True
+
+    def done(self, group: Group) -> None:
+        self._groups.append((group.timing["generate_s"], group.timing["score_s"]))
+        self._tokens += sum(len(rollout.completion_ids) for rollout in group.rollouts)
+
+    def waited(self, seconds: float) -> None:
+        """Without credit."""
+        self._waited_s += seconds
+
+    def row(self, now: float, *, in_flight: int) -> dict[str, float]:
+        """Begins the next row's time. Empty when nothing has happened: an idle fleet writes nothing."""
+        if self._since is not None and not (self._groups or in_flight or self._news):
+            return {}
+        values: dict[str, float] = {"rollout/inflight": in_flight, "rollout/backpressure_s": self._waited_s}
+        if self._groups:
+            generated, scored = zip(*self._groups, strict=True)
+            values |= {"rollout/duration_s": fmean(generated), "rollout/score_s": fmean(scored)}
+        if self._since is not None and now > self._since:
+            values["rollout/generated_tok_s"] = self._tokens / (now - self._since)
+        values |= {f"prompts/skipped_total/{reason}": count for reason, count in self._skipped.items()}
+        self._groups.clear()
+        self._news = False
+        self._tokens, self._waited_s, self._since = 0, 0.0, now
+        return values
