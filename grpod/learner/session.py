@@ -208,13 +208,14 @@ class Session:
     # ---- snapshots
 
     async def _snapshot_if_due(self) -> float:
-        """Seconds that it kept the loop from its next step."""
+        """Seconds that it kept the loop from its next step: none when the groups for that were not there yet."""
         begun = anyio.current_time()
         due = self._due.at(self._progress.step)
         if (due.publish or due.checkpoint) and not self._publisher.busy:
             self._publisher.offer(await self._snapshot(publish=due.publish, checkpoint=due.checkpoint))
             self._due.took(self._progress.step, publish=due.publish, checkpoint=due.checkpoint)
-        return anyio.current_time() - begun
+        held_up = self._feed.num_pending >= self._config.learner.groups_per_step
+        return anyio.current_time() - begun if held_up else 0.0
 
     async def _snapshot(self, *, publish: bool, checkpoint: bool) -> Snapshot:
         ends, cursors = tuple(self._book.fresh), self._feed.cursors()
