@@ -157,7 +157,7 @@ class LearnerSection(Section):
     publish_every: Int = agreed(1, ge=1, doc="steps between versions")
     checkpoint_every: Count | Literal["auto"] = agreed("auto", doc="steps; auto: at every publish while it is small (64 MB)")
     keep_checkpoints: Int = agreed(3, ge=1, doc="older ones are deleted")
-    give_up_after: Int = agreed(1000, ge=1, doc="groups in a row without a spread of rewards; then the learner ends with 75")
+    give_up_after: Int = agreed(500, ge=1, doc="groups in a row with nothing to learn from; then the learner ends with 75")
     token_budget: Int = agreed(8192, ge=16, doc="tokens of one forward pass; a longer rollout has one of its own")
     device: str = local("auto", doc="auto, cpu, cuda, cuda:1")
     loss: LossSection = agreed(LossSection(), doc="what a step minimises")

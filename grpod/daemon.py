@@ -27,7 +27,7 @@ import anyio.abc
 import anyio.to_thread
 import structlog
 
-from grpod.bucket.base import Bucket
+from grpod.bucket.base import LOCAL, Bucket
 from grpod.bucket.open import open_bucket
 from grpod.config import Config
 from grpod.context import Context, Stopping, Takeover
@@ -46,7 +46,6 @@ ROLES: Mapping[str, str] = {
 Run = Callable[..., Awaitable[None]]
 ROLES_ENDED = "the roles have ended"
 NO_BUCKET = "memory://no-bucket"  # what a proxy gets that was given none
-LOCAL = ("memory:", "file:")  # buckets that cost nothing to look at
 
 log = logs.get_logger()
 

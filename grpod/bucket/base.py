@@ -17,6 +17,7 @@ from typing import Protocol
 
 from grpod.errors import BucketError
 
+LOCAL = ("memory:", "file:")  # URLs of buckets that cost nothing to look at
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]*")
 
 

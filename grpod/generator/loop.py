@@ -205,6 +205,7 @@ class Generator:
             trust.failed(result.reason, now)
         else:
             trust.sound()
+            station.praise()
             self._meter.done(result)
         why = trust.given_up(now)
         if why is not None and station.failure is None:

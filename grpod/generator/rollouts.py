@@ -22,7 +22,6 @@ from grpod.generator.station import Station
 from grpod.generator.tokens import completion_text
 from grpod.replica.adapters import Served
 from grpod.replica.client import Answer, Choice, CompletionRequest, Refused, Unavailable, UnknownAdapter, UnusableAnswer
-from grpod.telemetry.log import get_logger
 from grpod.wire.rollout import Drop, Group, Rollout, Sampling
 from grpod.wire.run import Run
 
@@ -60,6 +59,7 @@ async def make_group(shop: Workshop, station: Station, served: Served, group_id:
                 top_k=sampling.top_k,
                 seed=seed,
             ),
+            prompt.row,
         )
     if scope.cancelled_caught:
         return Drop(group_id=group_id, reason="stale_in_flight")
@@ -95,9 +95,9 @@ async def make_group(shop: Workshop, station: Station, served: Served, group_id:
     )
 
 
-async def _ask(station: Station, served: Served, request: CompletionRequest) -> Answer | str:
-    """The answer, or the reason why there is none."""
-    reason, log = "", get_logger()
+async def _ask(station: Station, served: Served, request: CompletionRequest, row: int) -> Answer | str:
+    """The answer, or the reason why there is none. `row` of the data set, for the log."""
+    reason = ""
     for attempt in range(ASKED):
         if attempt:
             await anyio.sleep(_PAUSE_S * 2 ** (attempt - 1))
@@ -108,15 +108,15 @@ async def _ask(station: Station, served: Served, request: CompletionRequest) -> 
             return await client.complete(request)
         except UnusableAnswer as error:
             reason = "unusable_answer"
-            log.warning("answer_unusable", reason=error.reason, error=str(error), attempt=attempt + 1)
+            station.complain("answer_unusable", reason=error.reason, error=str(error))
         except Unavailable as error:
             reason = "replica_unavailable"
-            log.warning("replica_unavailable", error=str(error), attempt=attempt + 1)
+            station.complain("replica_unavailable", reason=str(error.status), error=str(error))
         except UnknownAdapter:
             reason = "replica_unavailable"
             station.forgot()
         except Refused as error:
-            log.warning("replica_refused", status=error.status, error=error.message)
+            station.complain("replica_refused", reason=str(error.status), row=row, error=error.message)
             return "replica_refused"
     return reason
 

@@ -44,6 +44,7 @@ class Station:
         self._scopes: dict[tuple[int, int], set[anyio.CancelScope]] = {}
         self._forgot = anyio.Event()
         self._life = anyio.CancelScope()
+        self._complained: set[tuple[str, str]] = set()
         self._said_waiting: tuple[int, int] | None = None
         self.notice: Notice = follower.notice
         self.current: Served | None = None
@@ -209,6 +210,16 @@ class Station:
             if self.adapters is not None and served.key in self.adapters.resident:
                 return self.client
             await self.notice.wait()
+
+    def complain(self, event: str, *, reason: str, **fields: object) -> None:
+        """A warning for the first of its kind, until groups succeed again; a stumbling replica must not fill the log."""
+        kind = (event, reason)
+        (self._log.debug if kind in self._complained else self._log.warning)(event, replica=self.url, reason=reason, **fields)
+        self._complained.add(kind)
+
+    def praise(self) -> None:
+        """A sound group came."""
+        self._complained -= {kind for kind in self._complained if kind[0] != "replica_refused"}  # that is the prompt's fault
 
     def forgot(self) -> None:
         """The replica no longer knows an adapter: it was restarted, or somebody else unloads there."""

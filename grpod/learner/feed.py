@@ -19,6 +19,7 @@ import anyio.to_thread
 from grpod.bucket.base import Bucket, ObjectMeta
 from grpod.errors import BucketError, NotFound, WireError
 from grpod.grpo import admission
+from grpod.learner.arrivals import Arrivals
 from grpod.learner.book import Book
 from grpod.learner.pacing import Pacing
 from grpod.learner.source import Source
@@ -31,6 +32,9 @@ from grpod.wire.rollout import Group, Shipment, decode_shipment
 from grpod.wire.state import GeneratorState, newer
 from grpod.wire.tables import End
 
+_WHOLE = "reason.json"  # note in quarantine/: the object is of no use
+_SOME = "groups.json"  # some of its groups are not
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -41,7 +45,7 @@ class Rules:
     max_positions: int  # of the model; 0: no limit
     mask_truncated: bool
     ttl_s: float  # a generator whose state stood still for so long is retired
-    list_every_s: float = 5.0
+    list_every_s: float = 5.0  # rollouts/ is listed for what no state tells of: other people's objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +79,13 @@ class Feed:
         self._log = get_logger()
         self.step = 0  # steps done, told by the loop
         self.notice = Notice()
-        self.rewards: list[float] = []  # of all sound groups that came since the last step
-        self.reward_parts: dict[str, list[float]] = {}
+        self.arrivals = Arrivals()
         self.duplicates = 0
-        self.quarantined = 0
-        self.idle_run = 0  # groups that ended without a spread since one was fit to be trained
+        self.quarantined = 0  # objects, over all epochs of the run
+        self.idle_run = 0  # groups that gave nothing to learn from since one was fit to be trained
+        self._bad_before: set[str] = set()  # objects of which some groups are in quarantine since an earlier epoch
+        self._looked = False
+        self._hopeless = ""
 
     # ---- what the loop asks
 
@@ -137,6 +143,10 @@ class Feed:
         states = [s.state for s in self._sources.values() if s.live and s.state]
         return sum(f"{version}-{epoch}" in state.refused for state in states), len(states)
 
+    def hopeless(self) -> str | None:
+        """Why no generator of this run can make a group that is worth anything; None while one tries, or has done so."""
+        return None if self._book.trained or self.live() else self._hopeless or None
+
     # ---- reading
 
     async def run(self) -> None:
@@ -159,17 +169,24 @@ class Feed:
         found = await self._bucket.stat(wanted) if wanted else {}
         for key in sorted(found):
             await self._read(key)
+        self._looked = True
         self._retire_silent()
         self._account_missing()
         self.notice.tell()
 
     async def _forget_quarantined(self) -> None:
+        """What an earlier epoch put there is counted, and neither looked at nor told again."""
         async for meta in self._bucket.list(keys.QUARANTINE):
-            parsed = keys.parse_rollout(meta.key.removeprefix(f"{keys.QUARANTINE}/").removesuffix("/reason.json"))
-            if parsed:
-                source = self._source(parsed[0])
-                if source.unread(parsed[1]):
-                    source.finish(parsed[1])
+            key, _, note = meta.key.removeprefix(f"{keys.QUARANTINE}/").rpartition("/")
+            parsed = keys.parse_rollout(key)
+            if parsed is None or note == "object":
+                continue
+            self.quarantined += 1
+            source = self._source(parsed[0])
+            if note == _SOME:
+                self._bad_before.add(key)
+            elif source.unread(parsed[1]):
+                source.finish(parsed[1])
 
     async def _read_states(self) -> None:
         async for meta in self._bucket.list(keys.GENERATOR_STATES):
@@ -191,6 +208,8 @@ class Feed:
             self._pacing.note_begun(name, state.begun)
             if source.state is None:
                 self._log.info("generator_seen", generator=name, device=state.device)
+            if state.hopeless and self._looked:  # what stood there at the start may have been mended since
+                self._hopeless = f"generator {name} ended: {state.ended}"
             source.state, source.changed_at = newer(source.state, state), self._clock()
 
     async def _list_rollouts(self) -> None:
@@ -218,13 +237,15 @@ class Feed:
         try:
             shipment = await anyio.to_thread.run_sync(decode_shipment, found.data, key)
         except WireError as error:
-            await self._quarantine(key, found.data, error.reason, str(error), note="reason.json")
+            await self._quarantine(key, found.data, error.reason, str(error), note=_WHOLE)
             source.finish(seq)
             return
         bad = [b for b in shipment.bad if b.group_id not in self._book]
-        if bad:  # only these groups: the object stays in use for the others, so a restart must read it again
+        if (
+            bad and key not in self._bad_before
+        ):  # only these groups: the object stays in use for the others, so a restart must read it again
             message = f"{key}: " + ", ".join(f"{b.group_id}: {b.reason}" for b in bad)
-            await self._quarantine(key, found.data, bad[0].reason, message, note="groups.json")
+            await self._quarantine(key, found.data, bad[0].reason, message, note=_SOME)
         await self._admit(source, seq, key, shipment)
 
     async def _admit(self, source: Source, seq: int, key: str, shipment: Shipment) -> None:
@@ -239,6 +260,7 @@ class Feed:
             self._where[group_id] = (source.name, seq)
         for drop in shipment.drops:
             if drop.group_id not in known:
+                self.idle_run += drop.reason.startswith("reward_")
                 self._drop(drop.group_id, drop.reason)
         for bad in shipment.bad:
             if bad.group_id not in known:
@@ -279,11 +301,7 @@ class Feed:
         )
 
     def _arrive(self, group: Group, version: Version) -> None:
-        self.rewards.extend(rollout.reward for rollout in group.rollouts)
-        for rollout in group.rollouts:
-            for name, value in rollout.rewards.items():
-                if value is not None:
-                    self.reward_parts.setdefault(name, []).append(value)
+        self.arrivals.add(group)
         fault = admission.trainable(group, mask_truncated=self._rules.mask_truncated)
         if fault is None:
             self.idle_run = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Self
 
 import anyio
@@ -37,6 +37,7 @@ class Recorder:
         self._bar = StepBar(step=step, steps=steps)
         self._rewards: tuple[float, ...] = ()
         self._said_at = float("-inf")
+        self._waiting_at, self._told = anyio.current_time(), 0  # the last row; rollouts that it told of, if it was no step's
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -52,22 +53,31 @@ class Recorder:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """`metrics` of the step itself; what the feed and the book know is added: reward over all groups that came."""
+        came = self._feed.arrivals.metrics()
+        if came:
+            self._rewards = (*self._rewards, came["reward"])[-_REWARDS:]
+        self._feed.arrivals.clear()
+        self._waiting_at, self._told = anyio.current_time(), 0
+        metrics |= came | self._totals()
+        self.writer.add(step, metrics)
+        self._say(step, metrics)
+
+    def waiting(self, step: int) -> None:
+        """Of a step that does not come: what has reached the learner for it so far. The step's own row counts instead."""
+        now, came = anyio.current_time(), len(self._feed.arrivals)
+        if came > self._told and now - self._waiting_at >= _SAY_EVERY_S:
+            self._waiting_at, self._told = now, came
+            self.writer.add(step, self._feed.arrivals.metrics() | self._totals())
+
+    def _totals(self) -> dict[str, float]:
         feed = self._feed
-        if feed.rewards:
-            metrics |= {"reward": fmean(feed.rewards), "reward_std": pstdev(feed.rewards)}
-            metrics |= {f"rewards/{name}": fmean(values) for name, values in feed.reward_parts.items()}
-            self._rewards = (*self._rewards, metrics["reward"])[-_REWARDS:]
-            feed.rewards.clear()
-            feed.reward_parts.clear()
-        metrics |= {
+        totals: dict[str, float] = {
             "sample/rollout_queue_size": feed.num_pending,
             "groups/trained_total": self._book.trained,
             "groups/duplicates_total": feed.duplicates,
             "quarantine_total": feed.quarantined,
         }
-        metrics |= {f"groups/dropped_total/{reason}": count for reason, count in self._book.dropped.items()}
-        self.writer.add(step, metrics)
-        self._say(step, metrics)
+        return totals | {f"groups/dropped_total/{reason}": count for reason, count in self._book.dropped.items()}
 
     def _say(self, step: int, metrics: dict[str, float]) -> None:
         newest = self._versions.newest

@@ -13,9 +13,10 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
+from grpod.bucket.base import LOCAL
 from grpod.config import Config
 from grpod.context import Context
-from grpod.errors import AlreadyExists, NotReady
+from grpod.errors import AlreadyExists, GrpodError, NotReady
 from grpod.learner import credits
 from grpod.learner.announce import Announcer
 from grpod.learner.book import Book
@@ -23,7 +24,7 @@ from grpod.learner.checkpoint import Resume
 from grpod.learner.feed import Feed, Pending, Rules
 from grpod.learner.finish import write_final
 from grpod.learner.pacing import Pacing
-from grpod.learner.policy import Policy
+from grpod.learner.policy import Policy, StepReport
 from grpod.learner.publish import Identity, Publisher, Snapshot
 from grpod.learner.record import Recorder
 from grpod.learner.schedule import Due, probe_ids
@@ -37,6 +38,7 @@ from grpod.wire.run import Run
 from grpod.wire.state import LearnerState
 
 LoadPolicy = Callable[[Config, Path, int], Policy]
+_SKIPPED = 10  # steps in a row of which none could be made
 _REPUBLISH = 3  # times that weights are offered again under a new number when every generator refuses them
 
 
@@ -49,6 +51,7 @@ class Progress:
     strides: tuple[int, int] = (1, 1)  # steps between the last publishes
     republished: int = 0
     waiting_for: int = 0
+    skipped: int = 0  # steps that could not be made, in a row
 
 
 class Session:
@@ -75,6 +78,7 @@ class Session:
                 max_positions=policy.max_positions,
                 mask_truncated=config.learner.loss.mask_truncated,
                 ttl_s=config.run.lease_ttl_s,
+                list_every_s=1.0 if bucket.url.startswith(LOCAL) else 5.0,
             ),
             book=self._book,
             pacing=self._pacing,
@@ -142,8 +146,12 @@ class Session:
             tasks.start_soon(self._pace)
             tasks.start_soon(self._wake_on_stop)
             task_status.started()
-            with self._recorder:
-                reason = await self._steps()
+            try:
+                with self._recorder:
+                    reason = await self._steps()
+            except NotReady:  # how the groups ended is kept all the same
+                await self._end(None)
+                raise
             await self._end(reason)
             tasks.cancel_scope.cancel()
 
@@ -161,10 +169,10 @@ class Session:
             begun = anyio.current_time()
             report = await anyio.to_thread.run_sync(self._policy.step, [pending.group for pending in taken])
             if report.skipped:
-                self._log.error("step_not_finite", step=progress.step + 1, **report.metrics)
-                self._feed.drop(taken, "not_finite")
+                self._skip(taken, report)
                 continue
             progress.step += 1
+            progress.skipped = 0
             self._feed.step = progress.step
             self._feed.trained(taken, progress.step)
             blocked_s = await self._snapshot_if_due()
@@ -185,6 +193,15 @@ class Session:
                 return "reward"
         return "steps"
 
+    def _skip(self, taken: list[Pending], report: StepReport) -> None:
+        """Its groups gave no finite step. Raises GrpodError when none can any more."""
+        progress = self._progress
+        progress.skipped += 1
+        self._log.error("step_not_finite", step=progress.step + 1, **report.metrics)
+        self._feed.drop(taken, "not_finite")
+        if progress.skipped == _SKIPPED:
+            raise GrpodError(f"loss or gradient of {_SKIPPED} steps in a row were not finite: the training has diverged")
+
     async def _next_groups(self, count: int) -> list[Pending] | None:
         feed, progress = self._feed, self._progress
         while not self._stop.requested:
@@ -195,15 +212,21 @@ class Session:
             progress.waiting_for = lacking
             if taken:
                 return taken
-            limit = self._config.learner.give_up_after
-            if feed.idle_run >= limit:
-                raise NotReady(
-                    f"{feed.idle_run} groups in a row gave nothing to learn from (dropped: {dict(self._book.dropped)}); "
-                    "do the rewards ever differ within a group?"
-                )
+            self._give_up_if_hopeless()
+            self._recorder.waiting(progress.step + 1)
             await self._snapshot_if_due()
             await feed.notice.wait(1.0)
         return None
+
+    def _give_up_if_hopeless(self) -> None:
+        feed = self._feed
+        if feed.idle_run >= self._config.learner.give_up_after:
+            raise NotReady(
+                f"{feed.idle_run} groups in a row gave nothing to learn from (dropped: {dict(self._book.dropped)}); "
+                "do the rewards ever differ within a group? (learner.give_up_after)"
+            )
+        if why := feed.hopeless():
+            raise NotReady(why)
 
     # ---- snapshots
 

@@ -189,7 +189,7 @@ class Adapters:
             try:
                 return await self._client.score(model, token_ids)
             except UnusableAnswer as error:
-                self._log.warning("score_unusable", model=model, reason=error.reason, error=str(error))
+                self._log.debug("score_unusable", model=model, reason=error.reason, error=str(error))
             await anyio.sleep(pause_s)
         return await self._client.score(model, token_ids)
 

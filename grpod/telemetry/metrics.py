@@ -50,10 +50,10 @@ METRICS: Final = (
     _gauge("reward", "", "mean reward of all rollouts that reached the learner since the last step"),
     _gauge("reward_std", "", "their standard deviation"),
     _gauge("rewards/<name>", "", "mean of one reward function, before its weight, where it applied"),
-    _gauge("completions/mean_length", "tokens", "mean completion of the step"),
-    _gauge("completions/min_length", "tokens", "shortest completion of the step"),
-    _gauge("completions/max_length", "tokens", "longest completion of the step"),
-    _gauge("completions/clipped_ratio", "share", "completions of the step that were ended by length (truncated)"),
+    _gauge("completions/mean_length", "tokens", "mean completion of all rollouts that reached the learner since the last step"),
+    _gauge("completions/min_length", "tokens", "the shortest of them"),
+    _gauge("completions/max_length", "tokens", "the longest of them"),
+    _gauge("completions/clipped_ratio", "share", "of them, ended by length (truncated)"),
     # the step
     _gauge("loss", "", "of the step, after all its denominators"),
     _gauge("grad_norm", "", "of the adapter's gradient, before it is clipped"),
@@ -115,7 +115,9 @@ METRICS: Final = (
     _gauge("rollout/score_s", "s", "scoring one group, on average"),
     _gauge("rollout/backpressure_s", "s", "without credit, since the last row"),
     _gauge("rollout/generated_tok_s", "tokens/s", "completion tokens of the generator"),
-    _counter("prompts/skipped_total/<reason>", "rows", "of the data set that cannot be asked, once in every data epoch, by reason"),
+    _counter(
+        "prompts/skipped_total/<reason>", "rows", "of the data set that cannot be asked, once in every data epoch, by reason"
+    ),
 )
 
 _PATTERNS: Final = tuple((metric.pattern, metric) for metric in METRICS)
