@@ -68,6 +68,18 @@ class Learning:
             await self.bucket.changed(0.2)
         return Adapter.decode(await self.read(key), key)
 
+    async def reached(self, step: int) -> Adapter:
+        """Waits until that step is published: versions are fewer where a put is slower than a step."""
+        while True:
+            for key in await self.listed(keys.ADAPTERS):
+                if key.endswith(f"/{keys.MANIFEST}"):
+                    manifest = Adapter.decode(await self.read(key), key)
+                    if manifest.step >= step:
+                        return manifest
+            if self.ended.is_set():
+                raise AssertionError(f"the learner ended before step {step}") from self.error
+            await self.bucket.changed(0.2)
+
     async def group(
         self, group_id: str, rollouts: Sequence[Rollout] = ROLLOUTS, *, version: int = 0, epoch: int = 1, **more: Any
     ) -> Group:
