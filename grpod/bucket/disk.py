@@ -38,6 +38,7 @@ _REASONS: Final = {
     errno.EISDIR: "it is a folder",
     errno.ELOOP: "a symbolic link stands there, and none is followed",
 }
+_VANISHED: Final = 5  # times that a folder may vanish while something is put into it
 
 
 def explain(error: OSError, root: str) -> str:
@@ -56,8 +57,14 @@ def write(root: str, key: str, data: bytes | Path, *, create: bool, atomic: bool
     final = _locate(root, key)
     if create:
         _is_free(final)  # before a large body is written for nothing; the link below is what decides
-    touched = _make_folders(root, os.path.dirname(final))
-    temporary = _spill(os.path.dirname(final), data)
+    for left in reversed(range(_VANISHED)):
+        touched = _make_folders(root, os.path.dirname(final))
+        try:
+            temporary = _spill(os.path.dirname(final), data)
+            break
+        except FileNotFoundError:  # another process has deleted the folder's last object, and with it the folder
+            if not left:
+                raise
     try:
         if create:
             _create(temporary, final, atomic=atomic)
@@ -148,7 +155,11 @@ def remove(root: str, key: str) -> str | None:
         if error.errno in _NO_OBJECT:
             return None
         raise
-    return os.path.dirname(path)
+    folder = os.path.dirname(path)
+    if folder != root:
+        with contextlib.suppress(OSError):  # others stand in it; else people would take it for something
+            os.rmdir(folder)
+    return folder
 
 
 def _locate(root: str, key: str) -> str:

@@ -370,3 +370,31 @@ def test_sizes_are_told_as_people_read_them():
     assert [disk._size(n) for n in (0, 999, 1000, 1_048_576, 24_400_000_000, 10**13)] == [
         "0 B", "999 B", "1 kB", "1.05 MB", "24.4 GB", "10 TB",
     ]  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_a_folder_goes_with_its_last_object(tmp_path):
+    bucket = FileBucket(tmp_path / "run")
+    await bucket.put({"checkpoints/1/a": b"1", "checkpoints/1/b": b"2", "checkpoints/2/a": b"3"})
+    await bucket.delete(["checkpoints/1/a"])
+    assert (tmp_path / "run/checkpoints/1").is_dir()
+    await bucket.delete(["checkpoints/1/b"])
+    assert not (tmp_path / "run/checkpoints/1").exists()
+    await bucket.put({"checkpoints/1/c": b"4"})
+    assert files_below(tmp_path / "run") == ["checkpoints/1/c", "checkpoints/2/a"]
+
+
+@pytest.mark.anyio
+async def test_a_folder_that_vanishes_under_a_put_is_made_again(tmp_path, monkeypatch):
+    bucket = FileBucket(tmp_path / "run")
+    make, left = disk._make_folders, [tmp_path / "run/rollouts/g"] * 3
+
+    def made_and_gone(root, folder):
+        touched = make(root, folder)
+        if left:
+            left.pop().rmdir()
+        return touched
+
+    monkeypatch.setattr(disk, "_make_folders", made_and_gone)
+    await bucket.put({"rollouts/g/0": b"1"}, create=True)
+    assert files_below(tmp_path / "run") == ["rollouts/g/0"]
