@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import anyio
+
 from grpod.bucket.base import Bucket
 from grpod.errors import BucketError
 from grpod.run.notice import Notice
@@ -22,6 +24,7 @@ class Announcer:
         self._dirty = True
         self._notice = Notice()
         self._counter = 0
+        self._failing = False
         self._log = get_logger()
 
     def touch(self) -> None:
@@ -39,7 +42,10 @@ class Announcer:
         self._counter += 1
         try:
             await self._bucket.put({keys.LEARNER_STATE: self._compose(self._counter).encode()})
+            self._failing = False
         except BucketError as error:  # the next one says more; a bucket that stays away ends the lease
-            self._log.warning("state_not_written", error=str(error))
-            await self._notice.wait(1.0)
+            if not self._failing:
+                self._log.warning("state_not_written", error=str(error))
+            self._failing = True
+            await anyio.sleep(1.0)
             self._dirty = True

@@ -88,6 +88,9 @@ class Publisher:
         self.published_step = -1
         self.checkpointed_step = -1
         self.latest: Snapshot | None = None  # whose weights are the newest version
+        self.failed: Snapshot | None = None  # the last one, if it could not be uploaded
+        self._complained = False
+        self._tried: set[str] = set()  # keys of this epoch that were put, whatever came of it
 
     @property
     def busy(self) -> bool:
@@ -107,8 +110,10 @@ class Publisher:
             assert snapshot is not None
             try:
                 await self.upload(snapshot)
-            except BucketError as error:  # said once; training goes on, and the next snapshot is tried afresh
-                self._log.error("upload_failed", step=snapshot.step, error=str(error))
+                self.failed, self._complained = None, False
+            except BucketError as error:  # training goes on; the loop offers another snapshot, which goes out under new numbers
+                self.failed = snapshot
+                self._complain("upload_failed", step=snapshot.step, error=str(error))
             finally:
                 self._working = False
                 self._notice.tell()
@@ -185,21 +190,28 @@ class Publisher:
         self._kept = await collect(self._bucket, [*self._kept, keys.checkpoint_folder(step, epoch)], self._id.keep_checkpoints)
 
     async def _put(self, items: Mapping[str, bytes]) -> None:
-        """Create-only. A retry that meets its own object was applied the first time: nobody else writes under this epoch."""
+        """Create-only, but for what was tried before: that is this learner's own, and without a manifest nobody has read it."""
         left = dict(items)
         for attempt in range(_ATTEMPTS):
+            again = {key: data for key, data in left.items() if key in self._tried}
+            fresh = {key: data for key, data in left.items() if key not in again}
+            self._tried |= fresh.keys()
             try:
-                await self._bucket.put(left, create=True)
+                if fresh:
+                    await self._bucket.put(fresh, create=True)
+                if again:
+                    await self._bucket.put(again)
                 return
-            except AlreadyExists as error:
-                if attempt == 0:
-                    raise
-                left = {key: data for key, data in left.items() if key not in error.keys}
-                if not left:
-                    return
+            except AlreadyExists:  # somebody else's
+                raise
             except BucketError as error:
                 if attempt == _ATTEMPTS - 1:
                     raise
-                left = {key: data for key, data in left.items() if key in error.keys} or left
-                self._log.warning("put_failed", keys=sorted(left)[:3], error=str(error), attempt=attempt + 1)
+                self._complain("put_failed", keys=sorted(error.keys)[:3], error=str(error))
+                left = again | fresh if not error.keys else {**again, **{k: d for k, d in fresh.items() if k in error.keys}}
                 await anyio.sleep(min(5.0, 0.2 * 2**attempt))
+
+    def _complain(self, event: str, **fields: object) -> None:
+        """A warning for the first trouble, until an upload succeeds: a full disk is one message."""
+        (self._log.debug if self._complained else self._log.warning)(event, **fields)
+        self._complained = True

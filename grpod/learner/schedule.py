@@ -27,11 +27,12 @@ class Due:
         auto = self._publish_every * (1 if resumable_bytes <= _SMALL_BYTES else _LARGE_EVERY)
         self._checkpoint_every = auto if every == "auto" else every
         self._published = self._checkpointed = step
+        self._missed = Wanted(publish=False, checkpoint=False)
 
     def at(self, step: int) -> Wanted:
         return Wanted(
-            publish=step - self._published >= self._publish_every,
-            checkpoint=step - self._checkpointed >= self._checkpoint_every,
+            publish=self._missed.publish or step - self._published >= self._publish_every,
+            checkpoint=self._missed.checkpoint or step - self._checkpointed >= self._checkpoint_every,
         )
 
     def took(self, step: int, *, publish: bool, checkpoint: bool) -> None:
@@ -39,6 +40,11 @@ class Due:
             self._published = step
         if checkpoint:
             self._checkpointed = step
+        self._missed = Wanted(publish=False, checkpoint=False)
+
+    def missed(self, *, publish: bool, checkpoint: bool) -> None:
+        """What was taken could not be written: it is due again, whether or not there is another step."""
+        self._missed = Wanted(publish=publish, checkpoint=checkpoint)
 
 
 def probe_ids(run_id: str, vocab_size: int, max_model_len: int) -> list[int]:

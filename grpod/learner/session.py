@@ -232,10 +232,15 @@ class Session:
 
     async def _snapshot_if_due(self) -> float:
         """Seconds that it kept the loop from its next step: none when the groups for that were not there yet."""
-        begun = anyio.current_time()
+        begun, publisher = anyio.current_time(), self._publisher
+        if (failed := publisher.failed) is not None:
+            self._due.missed(
+                publish=failed.publish and failed.step > publisher.published_step,
+                checkpoint=failed.checkpoint and failed.step > publisher.checkpointed_step,
+            )
         due = self._due.at(self._progress.step)
-        if (due.publish or due.checkpoint) and not self._publisher.busy:
-            self._publisher.offer(await self._snapshot(publish=due.publish, checkpoint=due.checkpoint))
+        if (due.publish or due.checkpoint) and not publisher.busy:
+            publisher.offer(await self._snapshot(publish=due.publish, checkpoint=due.checkpoint))
             self._due.took(self._progress.step, publish=due.publish, checkpoint=due.checkpoint)
         held_up = self._feed.num_pending >= self._config.learner.groups_per_step
         return anyio.current_time() - begun if held_up else 0.0
