@@ -90,14 +90,15 @@ async def main() -> None:
         max_loras=args.max_loras,
         max_lora_rank=args.max_lora_rank,
     )
-    async with anyio.create_task_group() as tasks:
-        url: str = await tasks.start(partial(serve, args, server, model))
-        print(f"serving {args.model} ({model.num_parameters / 1e6:.1f} M parameters, {model.dtype}) on {url}", flush=True)
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with anyio.create_task_group() as tasks:
+            url: str = await tasks.start(partial(serve, args, server, model))
+            print(f"serving {args.model} ({model.num_parameters / 1e6:.1f} M parameters, {model.dtype}) on {url}", flush=True)
             async for _ in signals:
                 tasks.cancel_scope.cancel()
-                return
+                break
 
 
 if __name__ == "__main__":
     anyio.run(main)
+    os._exit(0)  # all is closed; taking torch's modules apart would cost whoever waits for this process seconds
