@@ -53,12 +53,12 @@ def load(config: Config, base: Path, seed: int) -> Model:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():  # between peft and transformers, of no use to who reads the log
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    with warnings.catch_warnings():  # names that transformers renames in version 6, and that peft and 5.0 know
+        warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing", category=FutureWarning)
         adapted = peft.get_peft_model(causal, plain)
+        if _activation_bytes(causal.config, config.learner.token_budget) > _free_bytes(device) / 2:
+            causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapted.train()
-    if _activation_bytes(causal.config, config.learner.token_budget) > _free_bytes(device) / 2:
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Model(
         peft=adapted,
         causal=causal,

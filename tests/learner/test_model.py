@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 
 from grpod.config import Config, LearnerSection, LoraSection
 from grpod.errors import ConfigError
 from grpod.learner.model import choose_device, load, resolve_targets
 from grpod.learner.optimizer import learning_rate
-from tests.learner.policies import config
+from grpod.learner.policy import Policy
+from tests.learner.policies import FOUR, Policies, apart, config, gradient, group, weights
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, tiny_base: Path) -> None:
@@ -69,6 +71,23 @@ def test_dropout_of_the_base_model_is_switched_off(tmp_path: Path, tiny_base: Pa
     model = load(config(), tmp_path, 0)
     assert model.peft.training
     assert {layer.self_attn.attention_dropout for layer in model.causal.model.layers} == {0.0}
+
+
+def test_an_adapter_on_a_bfloat16_base_is_trained_in_float32(tiny_base: Path) -> None:
+    raw = config().model_dump(by_alias=True)
+    raw["model"]["dtype"] = "bfloat16"
+    policy = Policy.load(Config.model_validate(raw), tiny_base, 0)
+    assert policy.describe()["dtype"] == "bfloat16"
+    assert {parameter.dtype for parameter in weights(policy).values()} == {torch.float32}
+    assert not policy.step([group(*FOUR)]).skipped
+
+
+def test_where_memory_is_short_activations_are_computed_twice(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gradient(Policies(tiny_base)(moved=True), [group(*FOUR)])
+    monkeypatch.setattr("grpod.learner.model._free_bytes", lambda device: 1.0)
+    policies = Policies(tiny_base)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in policies.model.causal.modules())
+    assert apart(gradient(policies(moved=True), [group(*FOUR)]), plain) < 1e-6
 
 
 def test_devices() -> None:
