@@ -154,8 +154,8 @@ def _is_stock(causal: Any) -> bool:
 
 
 def _activation_bytes(config: Any, token_budget: int) -> float:
-    """Kept for the backward pass of one micro-batch: 34 bytes a token, layer and hidden unit at 16 bits (Korthikanti 2022); with
-    norms in float32 and an adapter on every product 60, as measured on the shape of SmolLM2-135M."""
+    """Kept for the backward pass of one micro-batch: 34 bytes a token, layer and hidden unit at 16 bits (Korthikanti 2022);
+    with norms in float32 and an adapter on every product 60, as measured on the shape of SmolLM2-135M."""
     width = {torch.float32: 2.0}.get(config.dtype, 1.0)
     return 60.0 * width * token_budget * int(config.num_hidden_layers) * int(config.hidden_size)
 
