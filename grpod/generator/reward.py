@@ -23,7 +23,7 @@ from typing import Any, Self
 import anyio
 
 from grpod.config import RewardSection
-from grpod.errors import ConfigError, GrpodError
+from grpod.errors import ConfigError, GrpodError, NotReady
 from grpod.generator.prompts import Prompt
 from grpod.generator.reward_process import RewardProcess, WorkerDied
 from grpod.generator.reward_specs import reward_specs
@@ -49,7 +49,7 @@ class RewardFailure(GrpodError):
         self.function = function
 
 
-class RewardsUseless(GrpodError):
+class RewardsUseless(NotReady):
     """Every group fell to the same fault, the last one under `reason`: going on would end in nothing."""
 
     def __init__(self, message: str, reason: str) -> None:

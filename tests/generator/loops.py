@@ -88,9 +88,11 @@ async def loop(
     prompts: Sequence[Mapping[str, Any]] = ({"prompt": "1+1="},),
     reward: str = ALTERNATE,
     timeout_s: float = 60.0,
+    together: bool = True,
     **sections: Mapping[str, Any],
 ) -> Outcome:
-    """Until the run ends, or somebody in it fails."""
+    """Until the run ends, or somebody in it fails. `together` False: each has its own process, as far as they can tell; the
+    error is then the learner's."""
     bucket = MemoryBucket(f"memory://{secrets.token_hex(4)}")
     config = write_config(folder, base, replica.url, prompts=prompts, reward=reward, bucket=bucket.url, **sections)
     ctx = Context(config=config, folder=folder, bucket=bucket, stop=Stopping(), roles=("learner", "generator"))
@@ -98,12 +100,19 @@ async def loop(
     async def train() -> None:
         await learner.run(ctx, load_policy=lambda *_: FakePolicy(0.0))  # type: ignore[arg-type,return-value]
 
+    async def generate() -> None:
+        try:
+            await generator.run(ctx)
+        except* GrpodError:
+            if together:
+                raise
+
     error: GrpodError | None = None
     with anyio.fail_after(timeout_s):
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(train)
-                tasks.start_soon(generator.run, ctx)
+                tasks.start_soon(generate)
         except* GrpodError as errors:
             error = first(errors)
     return Outcome(bucket=bucket, error=error)

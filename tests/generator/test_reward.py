@@ -185,7 +185,7 @@ async def test_a_run_whose_every_group_falls_to_one_fault_ends_by_itself() -> No
             RewardsUseless, match=r"reward_length in all of the first 3 groups.*got 1 value, wanted 4"
         ) as caught:
             await score(rewards)
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 75
 
 
 @pytest.mark.anyio
