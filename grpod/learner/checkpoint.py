@@ -13,8 +13,10 @@ from pathlib import Path
 from grpod.bucket.base import Bucket
 from grpod.errors import ConfigError, NotFound, WireError
 from grpod.run.lineage import Lineage
+from grpod.run.reading import read_each
 from grpod.telemetry.log import get_logger
 from grpod.wire import keys
+from grpod.wire.adapter import Adapter
 from grpod.wire.checkpoint import Checkpoint, Trainer
 from grpod.wire.tables import End, decode_ledger
 
@@ -93,9 +95,22 @@ async def highest_version(bucket: Bucket) -> int:
     return highest
 
 
-def refuse_restart(highest: int) -> ConfigError:
+async def furthest_step(bucket: Bucket) -> int:
+    """The last step of which anything is left, in a torn checkpoint's name or a version's manifest; 0: it has not begun."""
+    furthest, manifests = 0, []
+    async for meta in bucket.list(keys.CHECKPOINTS):
+        if parsed := keys.parse_checkpoint(meta.key):
+            furthest = max(furthest, parsed[0])
+    async for meta in bucket.list(keys.ADAPTERS):
+        if keys.parse_adapter(meta.key) and meta.key.endswith(f"/{keys.MANIFEST}"):
+            manifests.append(meta)
+    good, _ = await read_each(bucket, manifests, Adapter.decode)
+    return max([furthest, *(manifest.step for manifest in good.values())])
+
+
+def refuse_restart(highest: int, step: int) -> ConfigError:
     return ConfigError(
-        f"this run has published versions up to {highest}, but no whole checkpoint is left to resume from: "
+        f"this run has reached step {step} and version {highest}, but no whole checkpoint is left to resume from: "
         "mend checkpoints/, or set run.restart=true to begin again at step 0 (version numbers go on rising)"
     )
 

@@ -81,8 +81,8 @@ class Resumption:
         highest = await checkpoint.highest_version(self._bucket)
         self.chosen = await checkpoint.newest_whole(self._bucket, Lineage(claims), self._run_id, self._scratch)
         if self.chosen is None:
-            if highest > 0 and not self._may_restart:
-                raise checkpoint.refuse_restart(highest)
+            if highest > 0 and not self._may_restart and (step := await checkpoint.furthest_step(self._bucket)):
+                raise checkpoint.refuse_restart(highest, step)
             return None, highest + 1
         manifest = self.chosen.manifest
         origin = ResumedFrom(step=manifest.step, version=manifest.version, epoch=manifest.version_epoch, pos=manifest.pos)
