@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -43,17 +45,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """The interpreter would wait for threads that nothing can end: a step that was given up, an import."""
+    """Not through the interpreter's own end: it would wait for threads that nothing can end (a step that was given up, an
+    import), and take seconds to take torch apart."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # it is over: a signal now is no other end
         signal.signal(signum, lambda signum, frame: os._exit(code))
-    others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
-    for thread in others:
-        thread.join(timeout=1)
-    if any(thread.is_alive() for thread in others):
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(timeout=1)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # of a reader that has left
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
