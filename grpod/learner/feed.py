@@ -120,6 +120,11 @@ class Feed:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    @property
+    def num_ageing(self) -> int:
+        """Pending groups that the next publish would make stale."""
+        return sum(self._versions.lag(p.version) >= self._rules.max_lag for p in self._pending)
+
     def live(self) -> list[str]:
         return [source.name for source in self._sources.values() if source.live]
 

@@ -2,6 +2,7 @@
 
     (1) adapter data   (2) adapter manifest ─▶ state goes out (announce.py)   (4+5) ledger segment and checkpoint data
     (6) checkpoint manifest: only now are the ends durable   then old checkpoints go
+    before the first of them: a checkpoint of step 0
 
 Killed before (2): the number is skipped. Between (2) and (6): the version is orphaned, its rollouts stay usable, its groups are
 trained again. After (6): nothing is repeated. Every put is fenced by the lease (the bucket handed in is).
@@ -88,6 +89,7 @@ class Publisher:
         self.published_step = -1
         self.checkpointed_step = -1
         self.latest: Snapshot | None = None  # whose weights are the newest version
+        self.origin: Snapshot | None = None  # step 0 of a new run, until a checkpoint holds it or a later one
         self.failed: Snapshot | None = None  # the last one, if it could not be uploaded
         self._complained = False
         self._tried: set[str] = set()  # keys of this epoch that were put, whatever came of it
@@ -120,6 +122,8 @@ class Publisher:
 
     async def upload(self, snapshot: Snapshot) -> None:
         begun = anyio.current_time()
+        if self.origin is not None and snapshot.step > self.origin.step:
+            await self._checkpoint(self.origin)  # whoever finds a version that was trained finds a checkpoint to resume from
         if snapshot.publish:
             await self._publish(snapshot, begun)
         if snapshot.checkpoint:
@@ -185,7 +189,7 @@ class Publisher:
         await self._put({**({segment: encode_ledger(snapshot.ends)} if snapshot.ends else {}), **data})
         await self._put({keys.checkpoint(step, epoch, keys.MANIFEST): manifest.encode()})
         self.segments = segments
-        self.checkpointed_step = step
+        self.checkpointed_step, self.origin = step, None
         self._book.settle(len(snapshot.ends))
         self._kept = await collect(self._bucket, [*self._kept, keys.checkpoint_folder(step, epoch)], self._id.keep_checkpoints)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -48,6 +49,7 @@ class Session:
         self._log = get_logger(epoch=lease.epoch)
         trainer = resume.trainer if resume else None
         self._step = trainer.step if trainer else 0  # steps done
+        self._resumed = resume is not None
         self._skipped = 0  # steps that could not be made, in a row
         self._book = Book(resume.ends if resume else ())
         self._pacing = Pacing(trainer.begun if trainer else {}, trainer.ended if trainer else {})
@@ -123,7 +125,7 @@ class Session:
 
         policy, base_logprobs = await anyio.to_thread.run_sync(load)
         session = cls(ctx, lease, run, policy, base_logprobs, resume)
-        session._log.info("policy_loaded", step=session._step, resumed=resume is not None, **policy.describe())
+        session._log.info("policy_loaded", step=session._step, resumed=session._resumed, **policy.describe())
         return session
 
     # ---- the turn
@@ -226,11 +228,13 @@ class Session:
                 checkpoint=failed.checkpoint and failed.step > publisher.checkpointed_step,
             )
         due = self._due.at(self._step)
-        if (due.publish or due.checkpoint) and not publisher.busy:
-            publisher.offer(await self._snapshot(publish=due.publish, checkpoint=due.checkpoint))
-            self._due.took(self._step, publish=due.publish, checkpoint=due.checkpoint)
-        held_up = self._feed.num_pending >= self._config.learner.groups_per_step
-        return anyio.current_time() - begun if held_up else 0.0
+        publish, enough = due.publish, self._feed.num_pending >= self._config.learner.groups_per_step
+        if enough and self._feed.num_ageing:
+            publish = False  # what it would make stale is trained first: after a resume that may be many steps' worth
+        if (publish or due.checkpoint) and not publisher.busy:
+            publisher.offer(await self._snapshot(publish=publish, checkpoint=due.checkpoint))
+            self._due.took(self._step, publish=publish, checkpoint=due.checkpoint)
+        return anyio.current_time() - begun if enough else 0.0
 
     async def _snapshot(self, *, publish: bool, checkpoint: bool) -> Snapshot:
         ends, cursors = tuple(self._book.fresh), self._feed.cursors()
@@ -257,7 +261,10 @@ class Session:
         canary = await anyio.to_thread.run_sync(self._policy.canary_files, self._probe_ids)
         with contextlib.suppress(AlreadyExists):  # an earlier epoch wrote it: any canary will do
             await self._bucket.put({f"{keys.CANARY}/{name}": data for name, data in canary.items()}, create=True)
-        await self._publisher.upload(await self._snapshot(publish=True, checkpoint=False))
+        first = await self._snapshot(publish=True, checkpoint=False)
+        await self._publisher.upload(first)
+        if not self._resumed:
+            self._publisher.origin = replace(first, publish=False, checkpoint=True)
         self._due.took(self._step, publish=True, checkpoint=False)
 
     def _landed(self, version: Version, snapshot: Snapshot, seconds: float) -> None:
