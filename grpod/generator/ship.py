@@ -55,6 +55,7 @@ class Outbox:
         self._counter = 0
         self._started_at = time.time()
         self._stated_at = float("-inf")
+        self._refused: list[str] = []  # versions, as the state tells
         self._closing: str | None = None
         self._hopeless = False
         self._log = get_logger(generator=name)
@@ -93,7 +94,7 @@ class Outbox:
             try:
                 if self._ready and self._due(now):
                     await self._ship()
-                elif now - self._stated_at >= period:
+                elif now - self._stated_at >= period or self._describe()[1] != self._refused:
                     await self._state()
                 else:
                     await self._notice.wait(min(period, self._config.generator.ship_every_s) / 2)
@@ -155,4 +156,4 @@ class Outbox:
             period_s=self._config.generator.state_every_s,
         )
         await self._bucket.put({keys.generator_state(self.name): state.encode()})
-        self._stated_at = anyio.current_time()
+        self._stated_at, self._refused = anyio.current_time(), refused

@@ -4,7 +4,7 @@ dropped by which name, and how it ends."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,27 @@ async def test_a_server_that_ignores_adapters_makes_no_rollout(tmp_path: Path, t
     assert outcome.error.exit_code == 75
     assert "ignores adapters" in str(outcome.error)
     assert await outcome.groups() == []
+
+
+async def test_weights_that_every_generator_refuses_are_offered_again_and_then_it_ends_with_75(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    async with liar() as replica:
+        score = replica.score
+
+        def off_for_all_but_the_first(model: str, token_ids: Sequence[int]) -> list[float]:
+            by = 0.0 if model in ("base",) or "-v0-" in model else 0.5
+            return [value - by for value in score(model, token_ids)]
+
+        replica.score = off_for_all_but_the_first
+        with structlog.testing.capture_logs() as logs:
+            outcome = await loop(tmp_path, tiny_base, replica, learner={"steps": 9})
+    assert isinstance(outcome.error, NotReady)
+    assert outcome.error.exit_code == 75
+    assert "under 4 version numbers" in str(outcome.error)
+    refused = [line["version"] for line in logs if line["event"] == "version_refused"]
+    assert len(refused) == len(set(refused)) >= 4, "each once"
+    assert {group.policy_version for group in await outcome.groups()} == {0}
 
 
 # ---- several end tokens
