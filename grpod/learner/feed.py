@@ -46,6 +46,7 @@ class Rules:
     mask_truncated: bool
     ttl_s: float  # a generator whose state stood still for so long is retired
     list_every_s: float = 5.0  # rollouts/ is listed for what no state tells of: other people's objects
+    settle_s: float = 0.0  # they are read once they have not changed for so long: a copy into a folder is seen while it grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ class Feed:
         await self._read_states()
         if self._clock() - self._listed_at >= self._rules.list_every_s:
             await self._list_rollouts()
-        wanted = [key for source in self._sources.values() for key in source.wanted()]
+        settled_at = self._clock() - self._rules.settle_s
+        wanted = [key for source in self._sources.values() for key in source.wanted(settled_at)]
         found = await self._bucket.stat(wanted) if wanted else {}
         for key in sorted(found):
             await self._read(key)
@@ -221,8 +223,8 @@ class Feed:
         self._listed_at = self._clock()
         async for meta in self._bucket.list(keys.ROLLOUTS):
             parsed = keys.parse_rollout(meta.key)
-            if parsed and (source := self._source(parsed[0])).unread(parsed[1]):
-                source.listed.add(parsed[1])
+            if parsed:
+                self._source(parsed[0]).show(parsed[1], meta.tag, self._listed_at)
 
     def _source(self, name: str) -> Source:
         if name not in self._sources:

@@ -65,6 +65,7 @@ class Session:
                 mask_truncated=config.learner.loss.mask_truncated,
                 ttl_s=config.run.lease_ttl_s,
                 list_every_s=1.0 if bucket.url.startswith(LOCAL) else 5.0,
+                settle_s=3.0 if bucket.url.startswith("file:") else 0.0,
             ),
             book=self._book,
             pacing=self._pacing,

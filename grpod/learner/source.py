@@ -19,7 +19,9 @@ class Source:
     low: int = 0
     done: set[int] = field(default_factory=set)  # numbers > low that are read to the end
     reading: dict[int, set[str]] = field(default_factory=dict)  # number -> its groups that have not ended
-    listed: set[int] = field(default_factory=set)  # numbers that a listing has shown
+    listed: dict[int, tuple[str, float]] = field(
+        default_factory=dict
+    )  # number -> its tag in a listing, and since when that is so
     seen: set[int] = field(default_factory=set)  # its own groups that stand in a readable object
     state: GeneratorState | None = None
     changed_at: float = 0.0  # own monotonic clock: first seen, or the state last changed
@@ -39,11 +41,17 @@ class Source:
     def live(self) -> bool:
         return self.state is not None and not self.retired and self.state.ended is None
 
-    def wanted(self) -> list[str]:
-        """Keys that may hold something new."""
+    def show(self, seq: int, tag: str, now: float) -> None:
+        """A listing has shown it."""
+        if self.unread(seq) and self.listed.get(seq, ("", 0.0))[0] != tag:
+            self.listed[seq] = (tag, now)
+
+    def wanted(self, settled_at: float) -> list[str]:
+        """Keys that may hold something new: what its state tells of, and what a listing has shown unchanged since then."""
         next_seq = self.state.next_seq if self.state else 0
         ahead = range(self.low, next_seq + LOOK_AHEAD) if self.state else ()
-        return [keys.rollout(self.name, seq) for seq in sorted({*ahead, *self.listed}) if self.unread(seq)]
+        settled = [seq for seq, (_, since) in self.listed.items() if since <= settled_at]
+        return [keys.rollout(self.name, seq) for seq in sorted({*ahead, *settled}) if self.unread(seq)]
 
     def unread(self, seq: int) -> bool:
         return seq >= self.low and seq not in self.done and seq not in self.reading
@@ -58,7 +66,7 @@ class Source:
     def finish(self, seq: int) -> None:
         """Every group of object `seq` has ended."""
         self.reading.pop(seq, None)
-        self.listed.discard(seq)
+        self.listed.pop(seq, None)
         self.done.add(seq)
         while self.low in self.done:
             self.done.discard(self.low)

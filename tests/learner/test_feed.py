@@ -266,3 +266,28 @@ async def test_every_end_returns_its_credit() -> None:
     assert world.feed.outstanding() == 1, "in training is not ended"
     world.feed.trained(taken, 1)
     assert world.feed.outstanding() == 0
+
+
+async def test_what_nobody_announced_is_read_when_it_has_stood_still_for_a_moment() -> None:
+    """Somebody copies it into the folder: what is seen first may be half of it."""
+    world = World(settle_s=3.0)
+    whole = shipped(group("g/0"))
+    await world.ship("g", 0, whole[: len(whole) // 2])
+    await world.feed.poll()
+    world.now = 2.0
+    await world.ship("g", 0, whole)
+    await world.feed.poll()
+    world.now = 4.0
+    await world.feed.poll()
+    assert (world.feed.quarantined, world.feed.num_pending) == (0, 0)
+    world.now = 5.0
+    await world.feed.poll()
+    assert (world.feed.quarantined, world.feed.num_pending) == (0, 1)
+
+
+async def test_what_a_state_tells_of_is_read_at_once() -> None:
+    world = World(settle_s=3.0)
+    await world.state("g", begun=1, next_seq=1)
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.feed.poll()
+    assert world.feed.num_pending == 1
