@@ -33,6 +33,7 @@ from grpod.config import Config
 from grpod.context import Context, Stopping, Takeover
 from grpod.ending import HardEnd, at_once, blame, report
 from grpod.errors import BucketError, GrpodError, NotReady
+from grpod.imports import IMPORTING
 from grpod.telemetry import log as logs
 from grpod.wire import keys
 
@@ -145,7 +146,8 @@ async def _first_look(ctx: Context, root: anyio.abc.TaskGroup) -> None:
 
 def _import(target: str) -> Run:
     module, _, function = target.partition(":")
-    run: Run = getattr(importlib.import_module(module), function)
+    with IMPORTING:
+        run: Run = getattr(importlib.import_module(module), function)
     return run
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpod.config import DataSection, resolve
 from grpod.errors import ConfigError, NotReady
+from grpod.imports import IMPORTING
 
 Row = dict[str, Any]
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -119,7 +120,8 @@ def _read_parquet(path: Path, limit: int | None) -> list[Row]:
 
 
 def _load(source: str, data: DataSection) -> list[Row]:
-    import datasets
+    with IMPORTING:
+        import datasets
 
     try:
         dataset = datasets.load_dataset(source, name=data.subset, split=data.split)

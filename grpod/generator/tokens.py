@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from grpod.errors import ConfigError
+from grpod.imports import IMPORTING
 
 Message = dict[str, Any]
 
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a local base model. Blocks (it reads files, and imports transformers)."""
-    from transformers import AutoTokenizer
+    with IMPORTING:
+        from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.base: {folder} holds no tokenizer that transformers can read: {error}") from error
+        try:
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.base: {folder} holds no tokenizer that transformers can read: {error}") from error
 
 
 def has_chat_template(tokenizer: Any) -> bool:

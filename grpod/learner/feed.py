@@ -28,7 +28,7 @@ from grpod.run.notice import Notice
 from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.checkpoint import Cursor
-from grpod.wire.rollout import Group, Shipment, decode_shipment
+from grpod.wire.rollout import Group, Shipment, decode_ids, decode_shipment
 from grpod.wire.state import GeneratorState, newer
 from grpod.wire.tables import End
 
@@ -245,6 +245,9 @@ class Feed:
             shipment = await anyio.to_thread.run_sync(decode_shipment, found.data, key)
         except WireError as error:
             await self._quarantine(key, found.data, error.reason, str(error), note=_WHOLE)
+            for group_id in await anyio.to_thread.run_sync(_ids, found.data, key):
+                if group_id not in self._where:
+                    self._drop(group_id, "quarantined")
             source.finish(seq)
             return
         bad = [b for b in shipment.bad if b.group_id not in self._book]
@@ -371,3 +374,11 @@ class Feed:
                 source.seen.add(int(group_id.rpartition("/")[2]))
                 self._drop(group_id, reason)
             source.settled = source.retired and (all_seen or overdue)
+
+
+def _ids(data: bytes, key: str) -> set[str]:
+    """Of the groups that stand in an object of no use, as far as they can be read."""
+    try:
+        return decode_ids(data, key)[0]
+    except WireError:
+        return set()

@@ -119,7 +119,7 @@ async def test_what_is_found_is_used_or_put_aside_once_and_a_restart_looks_at_no
     assert await again.quarantine() == aside
     ends = await again.ends()
     assert {group for group, end in ends.items() if end.end == "trained"} == {f"found-{n}-g/0" for n in (*USED, LATE)}
-    assert {group for group, end in ends.items() if end.reason == "quarantined"} == {f"found-{n}-g/0" for n in (6, 8, 12)}
+    assert {group for group, end in ends.items() if end.reason == "quarantined"} == {f"found-{n}-g/0" for n in (4, 6, 8, 12)}
     told = {row.name: row.value for row in await again.metrics()}
     assert told["quarantine_total"] == len(REASONS)
     found = await audit(bucket)
