@@ -11,10 +11,10 @@ import aiohttp
 import anyio
 
 from grpod.bucket.base import Bucket
-from grpod.config import resolve
 from grpod.context import Context
 from grpod.errors import BucketError, NotFound, WireError
 from grpod.generator.engine import Engine
+from grpod.generator.token_file import TokenFile
 from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.state import ProxyState
@@ -23,19 +23,19 @@ _BEAT_S = 5.0
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
-async def advertise(ctx: Context, engines: list[Engine]) -> None:
+async def advertise(ctx: Context, engines: list[Engine], token: TokenFile) -> None:
     """Until it is cancelled. Told are `generator.advertise`, or the replicas themselves when the proxy is in this process."""
     log, failing = get_logger(), False
-    if not ctx.config.generator.advertise and "proxy" not in ctx.roles:
+    if not advertises(ctx):
         return
-    async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=_token(ctx)) as session:
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
         told: dict[str, str] = {}  # replica's URL -> the proxy that was told of it
         try:
             while True:
                 try:
                     if proxy := await _proxy(ctx):
                         for url in [ctx.config.generator.advertise] if ctx.config.generator.advertise else _urls(engines):
-                            await _tell(session, proxy, url)
+                            await _tell(session, proxy, url, token)
                             told[url] = proxy
                     failing = False
                 except (aiohttp.ClientError, TimeoutError, BucketError, WireError) as error:
@@ -46,7 +46,7 @@ async def advertise(ctx: Context, engines: list[Engine]) -> None:
         finally:
             with anyio.move_on_after(1.0, shield=True):
                 for url, proxy in told.items():
-                    await _leave(session, proxy, url)
+                    await _leave(session, proxy, url, token)
 
 
 def _urls(engines: list[Engine]) -> list[str]:
@@ -67,21 +67,32 @@ async def _from_state(bucket: Bucket) -> str | None:
     return urls[0] if urls else None
 
 
-async def _tell(session: aiohttp.ClientSession, proxy: str, url: str) -> None:
+async def _tell(session: aiohttp.ClientSession, proxy: str, url: str, token: TokenFile) -> None:
     body = {"url": url, "owner": "generator"}
-    async with session.post(f"{proxy.rstrip('/')}/grpod/v1/replicas", json=body, allow_redirects=False) as answer:
+    path, headers = f"{proxy.rstrip('/')}/grpod/v1/replicas", _headers(token)
+    async with session.post(path, json=body, headers=headers, allow_redirects=False) as answer:
         if answer.status != 200:
             raise aiohttp.ClientError(f"{proxy} answered {answer.status}: {(await answer.text())[:200]}")
 
 
-async def _leave(session: aiohttp.ClientSession, proxy: str, url: str) -> None:
+async def _leave(session: aiohttp.ClientSession, proxy: str, url: str, token: TokenFile) -> None:
     try:
-        async with session.delete(f"{proxy.rstrip('/')}/grpod/v1/replicas", params={"url": url}, allow_redirects=False):
+        path, headers = f"{proxy.rstrip('/')}/grpod/v1/replicas", _headers(token)
+        async with session.delete(path, params={"url": url}, headers=headers, allow_redirects=False):
             pass
     except (aiohttp.ClientError, TimeoutError) as error:  # it forgets us by itself after its ttl
         get_logger().debug("proxy_not_told_of_leaving", error=str(error))
 
 
-def _token(ctx: Context) -> dict[str, str]:
-    path = ctx.config.proxy.token_file
-    return {"Authorization": f"Bearer {resolve(path, ctx.folder).read_text().strip()}"} if path else {}
+def advertises(ctx: Context) -> bool:
+    return bool(ctx.config.generator.advertise) or "proxy" in ctx.roles
+
+
+def proxy_token(ctx: Context) -> TokenFile:
+    """Raises ConfigError when one is needed and cannot be read."""
+    return TokenFile("proxy.token_file", ctx.config.proxy.token_file if advertises(ctx) else None, ctx.folder)
+
+
+def _headers(token: TokenFile) -> dict[str, str]:
+    value = token()
+    return {"Authorization": f"Bearer {value}"} if value else {}

@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from grpod.config import Config, resolve
+from grpod.config import Config
 from grpod.errors import ConfigError, NotReady
+from grpod.generator.token_file import TokenFile
 from grpod.replica.client import ReplicaClient
 from grpod.replica.supervise import ChildSpec, supervised
 from grpod.telemetry.log import get_logger
@@ -35,13 +36,13 @@ class Engine(Protocol):
 
 
 @asynccontextmanager
-async def open_engine(config: Config, base: Path, *, device: str, name: str) -> AsyncIterator[Engine]:
+async def open_engine(config: Config, base: Path, *, device: str, name: str, token: TokenFile) -> AsyncIterator[Engine]:
     """Returns at once: `ready` waits. Raises ConfigError."""
     generator = config.generator
     if generator.engine == "remote":
         if not generator.remote.url:
             raise ConfigError("generator.remote.url is missing: generator.engine is remote")
-        yield Remote(generator.remote.url, config.run.startup_timeout_s, token(config, Path()))
+        yield Remote(generator.remote.url, config.run.startup_timeout_s, token)
     elif generator.engine == "embedded":
         spec = ChildSpec(
             name=name,
@@ -66,11 +67,6 @@ def embedded_command(config: Config, base: Path, device: str, port: int) -> list
 def lora_rank(rank: int) -> int:
     """The smallest that vLLM knows and that holds `rank`."""
     return next(known for known in LORA_RANKS if known >= rank)
-
-
-def token(config: Config, folder: Path) -> Callable[[], str | None]:
-    path = config.generator.remote.token_file
-    return lambda: resolve(path, folder).read_text().strip() if path else None
 
 
 def adapter_root(config: Config) -> str | None:

@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from grpod.context import Context
 from grpod.errors import BucketError, GrpodError, NotReady
-from grpod.generator.advertise import advertise
+from grpod.generator.advertise import advertise, proxy_token
 from grpod.generator.dataset import load_rows
 from grpod.generator.engine import open_engine
 from grpod.generator.meter import Meter
@@ -30,6 +30,7 @@ from grpod.generator.reward import RewardPool, RewardsUseless
 from grpod.generator.rollouts import Workshop, make_group
 from grpod.generator.ship import Outbox
 from grpod.generator.station import Station
+from grpod.generator.token_file import replica_token
 from grpod.generator.tokens import load_tokenizer
 from grpod.generator.trust import Trust
 from grpod.replica.adapters import Served
@@ -48,6 +49,7 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
     """Raises ConfigError (2) for its data and rewards, NotReady (75) without a learner or a replica."""
     config, log = ctx.config, get_logger()
     assert config.data is not None
+    token, advertiser_token = replica_token(config, ctx.folder), proxy_token(ctx)
     base = await anyio.to_thread.run_sync(resolve_base, config, ctx.folder)
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, base)
     name = f"g{'' if index is None else index}-{secrets.token_hex(4)}"
@@ -63,16 +65,20 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
         ctx.inputs_checked.set()
         devices = config.generator.devices if index is None else [config.generator.devices[index]]
         engines = [
-            await stack.enter_async_context(open_engine(config, base, device=device, name=f"{name}-replica{i}"))
+            await stack.enter_async_context(open_engine(config, base, device=device, name=f"{name}-replica{i}", token=token))
             for i, device in enumerate(devices or [""])
         ]
         base_fingerprint = await anyio.to_thread.run_sync(fingerprint, base)
-        joined = await join(ctx.bucket, config, base_fingerprint, may_create=False, timeout_s=config.run.startup_timeout_s)
+        joined = await ctx.stop.unless(
+            lambda: join(ctx.bucket, config, base_fingerprint, may_create=False, timeout_s=config.run.startup_timeout_s)
+        )
+        if joined is None:
+            return
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpod-")))
         follower = Follower(ctx.bucket)
         await follower.refresh()
         stations = [
-            Station(engine, config, ctx.bucket, joined.run, follower, scratch / str(i), ctx.folder)
+            Station(engine, config, ctx.bucket, joined.run, follower, scratch / str(i), token)
             for i, engine in enumerate(engines)
         ]
         shop = Workshop(
@@ -88,7 +94,7 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
             for station in stations:
                 tasks.start_soon(station.run)
             tasks.start_soon(generator.wake_on_stop)
-            tasks.start_soon(advertise, ctx, engines)
+            tasks.start_soon(advertise, ctx, engines, advertiser_token)
             await generator.live(task_status)
             tasks.cancel_scope.cancel()
     log.info("generator_done", generator=generator.name, reason=generator.ended)

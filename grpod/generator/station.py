@@ -19,7 +19,8 @@ import anyio
 from grpod.bucket.base import Bucket
 from grpod.config import Config
 from grpod.errors import BucketError, NotReady, WireError
-from grpod.generator.engine import Engine, adapter_root, lora_rank, token
+from grpod.generator.engine import Engine, adapter_root, lora_rank
+from grpod.generator.token_file import TokenFile
 from grpod.replica.adapters import BASE, Adapters, Served, VersionRefused
 from grpod.replica.client import Refused, ReplicaClient, ServerInfo, Unavailable, UnknownAdapter, UnusableAnswer
 from grpod.run.follow import Follower, View
@@ -35,10 +36,10 @@ class Station:
     """`current`, `client` and `incarnation` are None or stale while the replica is away; `in_flight` counts groups."""
 
     def __init__(
-        self, engine: Engine, config: Config, bucket: Bucket, run: Run, follower: Follower, scratch: Path, folder: Path
+        self, engine: Engine, config: Config, bucket: Bucket, run: Run, follower: Follower, scratch: Path, token: TokenFile
     ) -> None:
         self._engine, self._config, self._bucket, self._run = engine, config, bucket, run
-        self._follower, self._scratch, self._folder = follower, scratch, folder
+        self._follower, self._scratch, self._token = follower, scratch, token
         self._log = get_logger()
         self._users: Counter[tuple[int, int]] = Counter()
         self._scopes: dict[tuple[int, int], set[anyio.CancelScope]] = {}
@@ -78,7 +79,7 @@ class Station:
         while True:
             incarnation = await self._engine.ready()
             self._forgot = anyio.Event()
-            client = ReplicaClient(self._engine.url, token=token(self._config, self._folder))
+            client = ReplicaClient(self._engine.url, token=self._token)
             async with client, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._end_when_lost, incarnation, tasks.cancel_scope)
                 await self._serve(client)
