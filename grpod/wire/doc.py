@@ -35,7 +35,7 @@ class Document(BaseModel):
         """`what` names the object in the message: its key."""
         try:
             raw = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested beyond all reason
             raise WireError("malformed", f"{what}: not JSON: {error}") from error
         if not isinstance(raw, dict):
             raise WireError("malformed", f"{what}: a JSON object was expected, not {type(raw).__name__}")

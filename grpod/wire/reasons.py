@@ -95,6 +95,8 @@ REASONS: Final = (
         logprobs_not_finite="NaN or an infinity among the log-probs",
         logprobs_positive="a log-prob above 0",
         reward_not_finite="NaN or an infinity as reward",
+        temperature="a sampling temperature that is not above 0, or not finite",
+        finish_reason="a completion that ended neither by stop nor by length",
         malformed="a negative id, or a loss mask that is not 0 and 1",
     ),
     *_reasons(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from grpod.errors import WireError
 from grpod.wire.tables import read_parquet, write_parquet
@@ -81,6 +83,7 @@ class Shipment:
 
 
 TIMING = ("generate_s", "score_s")
+_FINISHED = ("stop", "length")
 _SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
@@ -118,6 +121,9 @@ _NEEDED = tuple(
     if name not in ("extra", "timing", "seed", "sampling", "data_epoch", "prompt_row", "prompt_id")
 )
 _GROUP = ("run_id", "group_size", "prompt_ids", "policy_version", "policy_epoch", "adapter_sha256")
+_REWARDS = pa.float32()  # of every field of `rewards`, whatever its name
+_LONGEST_NUMBER = 18  # digits of the number in a group id
+_TEMPERATURES = (1.1754944e-38, 3.4028234e38)  # positive and normal as float32: the learner divides by it
 
 
 def encode_shipment(shipment: Shipment) -> bytes:
@@ -139,22 +145,15 @@ def _row(group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
 def decode_shipment(data: bytes, what: str) -> Shipment:
     """Raises `WireError`: empty, truncated, format, malformed (a column is missing or of a type that cannot be cast)."""
     table = read_parquet(data, what)
-    missing = [name for name in _NEEDED if name not in table.column_names]
-    if missing:
-        raise WireError("malformed", f"{what}: column {missing[0]!r} is missing")
-    metadata = {k.decode(): v.decode("utf-8", "replace") for k, v in table.schema.metadata.items()}
-    known = [name for name in _SCHEMA.names if name in table.column_names]
-    try:
-        for name in known:
-            if not pa.types.is_struct(table.schema.field(name).type):
-                table = table.set_column(table.column_names.index(name), name, table[name].cast(_SCHEMA.field(name).type))
+    with _malformed(what):
+        missing = [name for name in _NEEDED if name not in table.column_names]
+        if missing:
+            raise KeyError(f"column {missing[0]!r} is missing")
         drops = _drops(table)
-    except (pa.ArrowException, ValueError, TypeError, KeyError) as error:
-        raise WireError("malformed", f"{what}: {error}") from error
-    rows = table.select([*known, *(n for n in ("rewards",) if n in table.column_names)]).to_pylist()
-    by_group: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_group.setdefault(str(row["group_id"]), []).append(row)
+        fingerprint = (table.schema.metadata or {}).get(b"base_fingerprint", b"").decode("utf-8", "replace")
+        by_group: dict[str, list[dict[str, Any]]] = {}
+        for row in _rows(table):
+            by_group.setdefault(_group_id(row["group_id"]), []).append(row)
     groups: list[Group] = []
     bad: list[Drop] = []
     for group_id, members in by_group.items():
@@ -163,24 +162,70 @@ def decode_shipment(data: bytes, what: str) -> Shipment:
             bad.append(Drop(group_id=group_id, reason=fault))
         else:
             groups.append(_group(members))
-    return Shipment(base_fingerprint=metadata.get("base_fingerprint", ""), groups=tuple(groups), drops=drops, bad=tuple(bad))
+    return Shipment(base_fingerprint=fingerprint, groups=tuple(groups), drops=drops, bad=tuple(bad))
 
 
 def decode_ids(data: bytes, what: str) -> tuple[set[str], tuple[Drop, ...]]:
     """Only which groups stand in it, sound or not, and which ones its generator ended: cheap. Raises as `decode_shipment`."""
     table = read_parquet(data, what, columns=["group_id"])
-    if "group_id" not in table.column_names:
-        raise WireError("malformed", f"{what}: column 'group_id' is missing")
+    with _malformed(what):
+        if "group_id" not in table.column_names:
+            raise KeyError("column 'group_id' is missing")
+        found = table["group_id"].cast(pa.string()).unique().to_pylist()
+        return {_group_id(value) for value in found}, _drops(table)
+
+
+@contextmanager
+def _malformed(what: str) -> Iterator[None]:
+    """Whatever an object holds that was never shipped so: a column twice, bytes that are no UTF-8, another type, …"""
     try:
-        drops = _drops(table)
-    except (ValueError, TypeError, KeyError) as error:
-        raise WireError("malformed", f"{what}: {error}") from error
-    return {str(value) for value in table["group_id"].unique().to_pylist()}, drops
+        yield
+    except (pa.ArrowException, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise WireError("malformed", f"{what}: {message}") from error
 
 
 def _drops(table: pa.Table) -> tuple[Drop, ...]:
     text = (table.schema.metadata or {}).get(b"drops", b"[]").decode("utf-8", "replace")
-    return tuple(Drop(group_id=str(d["group_id"]), reason=str(d["reason"])) for d in json.loads(text))
+    drops = tuple(Drop(group_id=_group_id(d["group_id"]), reason=str(d["reason"])) for d in json.loads(text))
+    for drop in drops:
+        drop.reason.encode()  # JSON can spell half of a surrogate pair, which no ledger can hold
+    return drops
+
+
+def _group_id(value: object) -> str:
+    text = str(value)
+    text.encode()
+    if len(text.rpartition("/")[2]) > _LONGEST_NUMBER and text.rpartition("/")[2].isdecimal():
+        raise ValueError(f"group id with a number of {len(text.rpartition('/')[2])} digits")
+    return text
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    names = [name for name in table.column_names if name in _SCHEMA.names or name == "rewards"]
+    columns = {name: _values(table[name], name) for name in names}  # KeyError: it is there twice
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(table))]
+
+
+def _values(column: pa.ChunkedArray, name: str) -> list[Any]:
+    """A struct is cast field by field: it may have fewer, or in another order."""
+    kind = _REWARDS if name == "rewards" else _SCHEMA.field(name).type
+    if kind is not _REWARDS and not pa.types.is_struct(kind):
+        return list(column.cast(kind).to_pylist())
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
+    if not pa.types.is_struct(column.type):
+        raise TypeError(f"column {name!r} is {column.type}, not a struct")
+    there = [field.name for field in column.type]
+    if len(set(there)) < len(there):
+        raise ValueError(f"column {name!r} has a field twice")
+    wanted = dict.fromkeys(there, _REWARDS) if kind is _REWARDS else {field.name: field.type for field in kind}
+    parts = {
+        field: pc.struct_field(column, [there.index(field)]).cast(wanted[field]).to_pylist()
+        for field in wanted
+        if field in there
+    }
+    return [{field: values[i] for field, values in parts.items()} for i in range(len(column))]
 
 
 def _fault(rows: list[dict[str, Any]]) -> str | None:
@@ -190,8 +235,12 @@ def _fault(rows: list[dict[str, Any]]) -> str | None:
         return "null"
     if any(row[name] != first[name] for row in rows for name in _GROUP):
         return "inconsistent"
-    if sorted(row["group_index"] for row in rows) != list(range(first["group_size"])):
+    if len(rows) != first["group_size"] or sorted(row["group_index"] for row in rows) != list(range(len(rows))):
         return "incomplete"
+    if not all(_TEMPERATURES[0] <= _temperature(row) <= _TEMPERATURES[1] for row in rows):
+        return "temperature"
+    if any(_temperature(row) != _temperature(first) for row in rows):
+        return "inconsistent"
     for row in rows:
         length = len(row["completion_ids"])
         if not length or not row["prompt_ids"]:
@@ -204,6 +253,8 @@ def _fault(rows: list[dict[str, Any]]) -> str | None:
             return "logprobs_positive"
         if not math.isfinite(row["reward"]):
             return "reward_not_finite"
+        if row["finish_reason"] not in _FINISHED:
+            return "finish_reason"
         if any(i is None or i < 0 for i in (*row["completion_ids"], *row["prompt_ids"])) or any(
             m not in (0, 1) for m in row["loss_mask"]
         ):
@@ -211,10 +262,16 @@ def _fault(rows: list[dict[str, Any]]) -> str | None:
     return None
 
 
+def _temperature(row: Mapping[str, Any]) -> float:
+    """1 where it is not told."""
+    value = (row.get("sampling") or {}).get("temperature")
+    return 1.0 if value is None else value
+
+
 def _group(rows: list[dict[str, Any]]) -> Group:
     rows = sorted(rows, key=lambda row: row["group_index"])
     first = rows[0]
-    sampling = {k: v for k, v in (first.get("sampling") or {}).items() if v is not None and k in Sampling.__dataclass_fields__}
+    sampling = {k: v for k, v in (first.get("sampling") or {}).items() if v is not None}
     return Group(
         **{
             name: first[name]
@@ -224,17 +281,17 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         data_epoch=first.get("data_epoch") or 0,
         prompt_row=-1 if first.get("prompt_row") is None else first["prompt_row"],
         prompt_ids=tuple(first["prompt_ids"]),
-        sampling=Sampling(**{"temperature": 1.0, **sampling}),
+        sampling=Sampling(**{**sampling, "temperature": _temperature(first)}),
         generator=first["generator"],
         created_at=first["created_at"],
-        timing={k: v for k, v in (first.get("timing") or {}).items() if v is not None},
+        timing={k: v for k, v in _finite(first.get("timing")).items() if v is not None},
         rollouts=tuple(
             Rollout(
                 completion_ids=tuple(row["completion_ids"]),
                 generator_logprobs=tuple(row["generator_logprobs"]),
                 loss_mask=tuple(row["loss_mask"]),
                 reward=row["reward"],
-                rewards=row.get("rewards") or {},
+                rewards=_finite(row.get("rewards")),
                 finish_reason=row["finish_reason"],
                 seed=row.get("seed") or 0,
                 extra=row.get("extra") or "{}",
@@ -242,3 +299,8 @@ def _group(rows: list[dict[str, Any]]) -> Group:
             for row in rows
         ),
     )
+
+
+def _finite(values: Mapping[str, float | None] | None) -> dict[str, float | None]:
+    """For people only: what is no number does not apply."""
+    return {k: v if v is not None and math.isfinite(v) else None for k, v in (values or {}).items()}

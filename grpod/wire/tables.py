@@ -67,7 +67,8 @@ def read_parquet(data: bytes, what: str, *, columns: Sequence[str] | None = None
     try:
         table = pq.ParquetFile(io.BytesIO(data)).read(columns=columns)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise WireError("truncated", f"{what}: not a whole Parquet file: {str(error).splitlines()[0][:200]}") from error
+        first = str(error).partition("\n")[0]
+        raise WireError("truncated", f"{what}: not a whole Parquet file: {first[:200]}") from error
     metadata = table.schema.metadata or {}
     check_format(metadata.get(b"format", b"").decode("utf-8", "replace"), what)
     return table
@@ -78,5 +79,10 @@ def _read(data: bytes, schema: pa.Schema, what: str) -> list[dict[str, Any]]:
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
         raise WireError("malformed", f"{what}: column {missing[0]!r} is missing")
-    rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist()
+    try:
+        rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist()
+    except (pa.ArrowException, ValueError, TypeError, KeyError) as error:  # another type, no UTF-8, a column twice
+        raise WireError("malformed", f"{what}: {error}") from error
+    if any(value is None for row in rows for value in row.values()):
+        raise WireError("malformed", f"{what}: a value is null")
     return rows

@@ -89,7 +89,7 @@ def groups(draw: st.DrawFn, generator: str, number: int, reward_names: list[str]
         policy_epoch=draw(INT),
         adapter_sha256=draw(NAME),
         sampling=Sampling(
-            temperature=draw(FLOAT),
+            temperature=draw(st.floats(1e-3, 1e3)),
             top_p=draw(FLOAT),
             top_k=draw(INT),
             max_new_tokens=draw(INT),

@@ -76,7 +76,7 @@ def test_a_field_that_is_missing_is_named(kind: type[Document]) -> None:
                 kind.decode(encoded({k: v for k, v in fields(kind).items() if k != name}), "some/key")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b"null", b'"text"', b"1", b'{"format": "1.0"'])
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b"null", b'"text"', b"1", b'{"format": "1.0"', b"[" * 10**5])
 def test_what_is_no_json_object_is_malformed(data: bytes) -> None:
     with pytest.raises(WireError, match="some/key: ") as caught:
         Beat.decode(data, "some/key")

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from grpod.errors import WireError
+from grpod.wire.reasons import REASONS
 from grpod.wire.rollout import Drop, Group, Rollout, Shipment, decode_ids, decode_shipment, encode_shipment
+from grpod.wire.tables import End, encode_ledger
 from tests.wire.examples import GROUP, SHIPMENT
 from tests.wire.strategies import shipments
 
@@ -165,6 +170,13 @@ def first(**change: Any) -> Callable[[Group], Group]:
         (first(generator_logprobs=(-1.0, 0.7, -1.0)), "logprobs_positive"),
         (first(reward=float("nan")), "reward_not_finite"),
         (first(reward=float("inf")), "reward_not_finite"),
+        (first(finish_reason="abort"), "finish_reason"),
+        (first(finish_reason=""), "finish_reason"),
+        *(
+            (lambda g, t=t: replace(g, sampling=replace(g.sampling, temperature=t)), "temperature")
+            for t in (0.0, -1.0, 1e-300, float("nan"), float("inf"))
+        ),
+        (lambda g: replace(g, group_size=2**31 - 1), "incomplete"),
         (first(loss_mask=(1, 2, 1)), "malformed"),
         (first(completion_ids=(9, None, 2)), "malformed"),
         (first(reward=None), "null"),
@@ -182,6 +194,124 @@ def test_rows_of_one_group_that_contradict_each_other() -> None:
     versions = pa.array([7, 8], pa.int64())
     data = rewritten(lambda t: t.set_column(t.column_names.index("policy_version"), "policy_version", versions))
     assert decode_shipment(data, "key").bad == (Drop(group_id="g1/3", reason="inconsistent"),)
+
+
+def put(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
+    return lambda table: table.set_column(table.column_names.index(name), name, pa.array(values))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("rewards", ["good", "bad"]),
+        put("rewards", [{"math": "good"}, {"math": "bad"}]),
+        put("sampling", [{"temperature": "hot"}] * 2),
+        put("sampling", ["hot"] * 2),
+        put("timing", [[1.0]] * 2),
+        put("group_id", [["g1/3"]] * 2),
+        put("group_id", [b"\xff"] * 2),
+        put("group_id", ["g1/" + "9" * 5000] * 2),
+        lambda table: table.append_column("reward", table["reward"]),
+    ],
+)
+def test_what_does_not_fit_its_column_makes_the_object_malformed(change: Callable[[pa.Table], pa.Table]) -> None:
+    with pytest.raises(WireError, match="some/key") as caught:
+        decode_shipment(rewritten(change), "some/key")
+    assert caught.value.reason == "malformed"
+
+
+def test_a_part_of_a_reward_that_is_no_number_does_not_apply() -> None:
+    change = put("rewards", [{"math": float("nan"), "format": 1}, {"math": 1e300, "format": None}])
+    (group,) = decode_shipment(rewritten(change), "key").groups
+    assert [rollout.rewards for rollout in group.rollouts] == [{"math": None, "format": 1.0}, {"math": None, "format": None}]
+
+
+def test_metadata_of_others_need_not_be_text() -> None:
+    table = pq.read_table(io.BytesIO(WHOLE))
+    out = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"\xff": b"\xfe"}), out)
+    assert decode_shipment(out.getvalue(), "key") == SHIPMENT
+
+
+CELLS: list[Any] = [
+    *(None, True, 0, -1, 1, 2**31, 2**63 - 1, 0.5, float("nan"), float("inf"), 1e300, "", "hot", "1", "g1/9", b"\xff"),
+    *([], [1], [None], [1, 0, 1], [-0.5, float("nan"), 0.1], ["a"], [[1]], {"temperature": 0.0}, {"temperature": "hot"}),
+    *({"math": "1"}, {"math": [1]}, {"math": float("inf")}, {"generate_s": None}),
+]
+METADATA = st.binary(max_size=6) | st.sampled_from(
+    [b'[{"group_id": "\\ud800/1", "reason": "x"}]', b'[{"group_id": "g/1", "reason": "\\udfff"}]', b"[" * 5000, b"1.0", b"{}"]
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    table = pq.read_table(io.BytesIO(WHOLE))
+    metadata = dict(table.schema.metadata)
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(table.column_names))
+        place = table.column_names.index(name)
+        match draw(st.sampled_from(["cells", "one", "null", "twice", "drop", "rows", "metadata"])):
+            case "cells":  # a column of another type
+                table = table.set_column(place, name, pa.array([draw(st.sampled_from(CELLS))] * len(table)))
+            case "one":  # a value that still has its column's type
+                values = table[name].to_pylist() or [None]
+                try:
+                    values[0] = draw(st.sampled_from(CELLS))
+                    table = table.set_column(place, name, pa.array(values, table[name].type))
+                except (pa.ArrowException, ValueError, TypeError, OverflowError):
+                    assume(False)
+            case "null":
+                values = [draw(st.sampled_from([None, value])) for value in table[name].to_pylist()]
+                table = table.set_column(place, name, pa.array(values, table[name].type))
+            case "twice":
+                table = table.append_column(name, table[name])
+                break
+            case "drop":
+                table = table.drop_columns([name])
+            case "rows" if len(table) == 2:
+                table = table.take(pa.array(draw(st.lists(st.integers(0, 1), max_size=3)), pa.int64()))
+            case "metadata":
+                key = draw(st.sampled_from([b"format", b"drops", b"base_fingerprint"]) | st.binary(min_size=1, max_size=4))
+                metadata[key] = draw(METADATA)
+    out = io.BytesIO()
+    try:
+        pq.write_table(table.replace_schema_metadata(metadata), out)
+    except (pa.ArrowException, ValueError):  # no Parquet file holds it
+        assume(False)
+    return out.getvalue()
+
+
+@contextmanager
+def found(words: set[tuple[str, str]]) -> Iterator[None]:
+    reason = None
+    try:
+        yield
+    except WireError as error:
+        reason = error.reason
+    assert reason is None or ("object", reason) in words
+
+
+@given(mutated())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None)
+def test_whatever_stands_in_an_object_is_sound_or_bad_or_has_a_reason(data: bytes) -> None:
+    words: set[tuple[str, str]] = {(reason.what, reason.word) for reason in REASONS}
+    with found(words):
+        decode_ids(data, "key")
+    shipment = Shipment(base_fingerprint="", groups=())
+    with found(words):
+        shipment = decode_shipment(data, "key")
+    assert all(("part", bad.reason) in words for bad in shipment.bad)
+    for group in shipment.groups:
+        assert len(group.rollouts) == group.group_size
+        assert 0 < np.float32(group.sampling.temperature) < np.inf
+        for rollout in group.rollouts:
+            assert rollout.finish_reason in ("stop", "length")
+            assert len(rollout.completion_ids) == len(rollout.generator_logprobs) == len(rollout.loss_mask) > 0
+            assert np.isfinite([rollout.reward, *rollout.generator_logprobs]).all()
+            assert np.isfinite([value for value in rollout.rewards.values() if value is not None]).all()
+    encode_ledger([End(group_id=d.group_id, end="dropped", step=0, reason=d.reason) for d in (*shipment.drops, *shipment.bad)])
+    again = decode_shipment(encode_shipment(replace(shipment, bad=())), "key")
+    assert ([group.group_id for group in again.groups], again.bad) == ([group.group_id for group in shipment.groups], ())
 
 
 def test_only_length_is_truncated() -> None:

@@ -43,6 +43,17 @@ def test_a_missing_column_is_named() -> None:
     assert caught.value.reason == "malformed"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"step": ["first"]}, {"step": [None]}, {"group_id": [b"\xff"]}, {"group_id": [["g/0"]]}],
+)
+def test_a_segment_with_other_values_than_its_own_is_malformed(change: dict[str, list[object]]) -> None:
+    table = pa.table({"group_id": ["g/0"], "end": ["trained"], "step": [1], "reason": [""], **change})
+    with pytest.raises(WireError, match="some/key") as caught:
+        decode_ledger(write_parquet(table), "some/key")
+    assert caught.value.reason == "malformed"
+
+
 @pytest.mark.parametrize("decode", [decode_ledger, decode_metrics])
 @pytest.mark.parametrize(
     ("data", "reason"), [(b"", "empty"), (b"PAR1", "truncated"), (write_parquet(pa.table({"a": [1]}))[:-9], "truncated")]
