@@ -62,7 +62,7 @@ class Adapters:
     ) -> None:
         self._client, self._bucket, self._run, self._folder, self._base_name = client, bucket, run, folder, base_name
         self._root = root
-        self._base_logprobs: list[float] | None = None
+        self._base_known: tuple[list[int], list[float]] | None = None  # a probe's tokens and how the base scores them
         self._log = get_logger(replica=client.url)
         self.resident: dict[tuple[int, int], Served] = {}
         self.refused: dict[tuple[int, int], str] = {}
@@ -179,9 +179,10 @@ class Adapters:
             raise
 
     async def _base(self, token_ids: list[int]) -> list[float]:
-        if self._base_logprobs is None:
-            self._base_logprobs = await self._score(self._base_name, token_ids)
-        return self._base_logprobs
+        """Every version of a run has the same probe, so one is remembered; another one's score would prove nothing."""
+        if self._base_known is None or self._base_known[0] != token_ids:
+            self._base_known = token_ids, await self._score(self._base_name, token_ids)
+        return self._base_known[1]
 
     async def _score(self, model: str, token_ids: list[int]) -> list[float]:
         """An answer that cannot be used is asked for again: one bad moment must not cost a version."""

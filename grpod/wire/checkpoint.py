@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from grpod.wire.adapter import FileRef
+from grpod.wire.adapter import CheckpointFiles, Segments
 from grpod.wire.doc import Document
 
 
@@ -45,6 +45,6 @@ class Checkpoint(Document):
     version_epoch: int  # the epoch under which `version` was published
     pos: int
     base_fingerprint: str
-    files: dict[str, FileRef]
-    ledger: list[str]  # keys of every segment that counts, from the run's first step on
+    files: CheckpointFiles
+    ledger: Segments  # keys of every segment that counts, from the run's first step on
     created_at: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpod.wire.adapter import FileRef
+from grpod.wire.adapter import Files, Segments
 from grpod.wire.doc import Document
 
 
@@ -26,9 +26,9 @@ class Final(Document):
     step: int
     version: int
     base_fingerprint: str
-    files: dict[str, FileRef]
-    ledger: list[str]  # keys of the segments that count
-    reason: str  # "steps" | "stopped" | "reward"
+    files: Files
+    ledger: Segments  # keys of the segments that count
+    reason: str  # "steps" | "reward"
     created_at: float
 
 

@@ -81,7 +81,7 @@ class MadeRun:
             "base_fingerprint": "f",
             "lora": Lora(r=1, alpha=1, targets=[]),
             "files": {name: file_ref(data) for name, data in ADAPTER_FILES.items()},
-            "probe": Probe(token_ids=[1], logprobs=[], base_logprobs=[]),
+            "probe": Probe(token_ids=[1, 2], logprobs=[-1.0], base_logprobs=[-1.0]),
             "created_at": 0.0,
         }
         await self.put(f"{folder}/{keys.MANIFEST}", Adapter(**{**fields, **change}).encode())
@@ -92,7 +92,8 @@ class MadeRun:
 
     async def checkpoint(self, step: int, ledger: Sequence[str] = (), *, epoch: int = 1, version: int = 0) -> str:
         folder = keys.checkpoint_folder(step, epoch)
-        await self.put(f"{folder}/{keys.OPTIMIZER}", b"moments")
+        files = {**ADAPTER_FILES, keys.OPTIMIZER: b"moments", keys.TRAINER: b"{}"}
+        await self.bucket.put({f"{folder}/{name}": data for name, data in files.items()})
         manifest = Checkpoint(
             run_id=RUN_ID,
             step=step,
@@ -101,7 +102,7 @@ class MadeRun:
             version_epoch=epoch,
             pos=version,
             base_fingerprint="f",
-            files={keys.OPTIMIZER: file_ref(b"moments")},
+            files={name: file_ref(data) for name, data in files.items()},
             ledger=list(ledger),
             created_at=0.0,
         )

@@ -13,7 +13,7 @@ from grpod.run.tally import Known, faults, tally
 from grpod.wire import keys
 from grpod.wire.adapter import file_ref
 from grpod.wire.tables import End
-from tests.run.made import MadeRun, dropped, group, shipment, trained
+from tests.run.made import ADAPTER_FILES, MadeRun, dropped, group, shipment, trained
 
 pytestmark = pytest.mark.anyio
 
@@ -168,7 +168,10 @@ async def test_a_file_that_the_listing_missed_is_looked_for_again(run: MadeRun) 
     [
         ({"version": 3}, "says it is version 3 of epoch 1"),
         ({"run_id": "another"}, "is of run another"),
-        ({"files": {"gone.safetensors": file_ref(b"")}}, "gone.safetensors is missing"),
+        (
+            {"files": {**{n: file_ref(d) for n, d in ADAPTER_FILES.items()}, "gone.safetensors": file_ref(b"")}},
+            "gone.safetensors is missing",
+        ),
     ],
 )
 async def test_a_manifest_that_is_not_what_its_name_says(run: MadeRun, change: dict[str, Any], words: str) -> None:

@@ -13,6 +13,11 @@ from grpod.wire.tables import End, Metric
 
 RUN_ID, FINGERPRINT, WHEN = "0123456789ab", "f" * 64, 1790000000.25
 FILES = {"adapter_model.safetensors": FileRef(size=1234, sha256="a" * 64)}
+STATE_FILES = {
+    **FILES,
+    "optimizer.safetensors": FileRef(size=5678, sha256="b" * 64),
+    "trainer.json": FileRef(size=90, sha256="c" * 64),
+}
 
 DOCUMENTS: dict[str, Document] = {
     "run.json": Run(
@@ -54,7 +59,7 @@ DOCUMENTS: dict[str, Document] = {
         version_epoch=2,
         pos=5,
         base_fingerprint=FINGERPRINT,
-        files=FILES,
+        files=STATE_FILES,
         ledger=["ledger/e000001/s00000003.parquet"],
         created_at=WHEN,
     ),

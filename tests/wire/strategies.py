@@ -8,8 +8,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from grpod.wire import keys
+from grpod.wire.adapter import Adapter, FileRef, Probe
+from grpod.wire.checkpoint import Checkpoint
 from grpod.wire.doc import FORMAT
 from grpod.wire.rollout import TIMING, Drop, Group, Rollout, Sampling, Shipment
+from grpod.wire.run import Final
 from grpod.wire.tables import End, Metric
 
 INT = st.integers(-(2**63), 2**63 - 1)
@@ -30,10 +34,30 @@ JSON = st.recursive(
 
 
 def document(kind: type[BaseModel]) -> st.SearchStrategy[Any]:
-    fields = {name: of_type(field.annotation) for name, field in kind.model_fields.items()}
+    fields = {name: of_type(field.annotation) for name, field in kind.model_fields.items() if name not in BOUND.get(kind, {})}
+    fields |= BOUND.get(kind, {})
     if "format" in fields:
         fields["format"] = st.just(FORMAT)
     return st.builds(kind, **fields)
+
+
+def files(*needed: str) -> st.SearchStrategy[dict[str, FileRef]]:
+    plain = st.from_regex(keys.NAME, fullmatch=True)
+    more = st.dictionaries(plain, document(FileRef), max_size=2)
+    return st.builds(lambda must, more: more | must, st.fixed_dictionaries(dict.fromkeys(needed, document(FileRef))), more)
+
+
+@st.composite
+def probes(draw: st.DrawFn) -> Probe:
+    length = draw(st.integers(2, 5))
+    one_less = st.lists(FLOAT, min_size=length - 1, max_size=length - 1)
+    ids = draw(st.lists(TOKEN, min_size=length, max_size=length))
+    return Probe(token_ids=ids, logprobs=draw(one_less), base_logprobs=draw(one_less))
+
+
+SEGMENTS = st.lists(st.builds(keys.ledger, st.integers(0, 999_999), st.integers(0, 99_999_999)), max_size=3)
+# fields that a validator binds: not any value of their type will do
+BOUND: dict[type[BaseModel], dict[str, st.SearchStrategy[Any]]] = {}
 
 
 def of_type(annotation: Any) -> st.SearchStrategy[Any]:
@@ -110,3 +134,10 @@ def shipments(draw: st.DrawFn) -> Shipment:
         groups=tuple(draw(groups(generator, number, names)) for number in range(count)),
         drops=tuple(draw(st.lists(st.builds(Drop, group_id=st.text(), reason=st.text()), max_size=2))),
     )
+
+
+BOUND |= {
+    Adapter: {"files": files(keys.ADAPTER_WEIGHTS), "probe": probes()},
+    Checkpoint: {"files": files(keys.ADAPTER_WEIGHTS, keys.OPTIMIZER, keys.TRAINER), "ledger": SEGMENTS},
+    Final: {"files": files(), "ledger": SEGMENTS},
+}

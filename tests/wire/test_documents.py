@@ -76,6 +76,47 @@ def test_a_field_that_is_missing_is_named(kind: type[Document]) -> None:
                 kind.decode(encoded({k: v for k, v in fields(kind).items() if k != name}), "some/key")
 
 
+REF = {"size": 1, "sha256": "a"}
+WEIGHTS, OPTIMIZER, TRAINER = "adapter_model.safetensors", "optimizer.safetensors", "trainer.json"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        (Adapter, {"files": {}}, f"files: .*{WEIGHTS} is missing"),
+        (Checkpoint, {"files": {}}, f"files: .*{WEIGHTS} is missing"),
+        (Checkpoint, {"files": {WEIGHTS: REF, OPTIMIZER: REF}}, f"files: .*{TRAINER} is missing"),
+        (Checkpoint, {"files": {WEIGHTS: REF, TRAINER: REF}}, f"files: .*{OPTIMIZER} is missing"),
+        *(
+            (kind, {"files": {WEIGHTS: REF, OPTIMIZER: REF, TRAINER: REF, name: REF}}, "no plain file name")
+            for kind in (Adapter, Checkpoint, Final)
+            for name in ("", ".", "..", "../run.json", "/etc/passwd", "a/b", "a b", "a" * 300, "ä", "a\n")
+        ),
+        *(
+            (kind, {"ledger": [key]}, "no key of a ledger segment")
+            for kind in (Checkpoint, Final)
+            for key in ("", "../x", "/etc/passwd", "ledger/e1/s1.parquet", "run.json")
+        ),
+        *(
+            (Adapter, {"probe": {"token_ids": ids, "logprobs": adapter, "base_logprobs": base}}, "probe")
+            for ids, adapter, base in (
+                ([], [], []),
+                ([1], [], []),
+                ([1, 2], [], []),
+                ([1, 2], [-1.0], []),
+                ([1, 2], [-1.0], [-1.0, -1.0]),
+                ([1, 2, 3], [-1.0], [-1.0]),
+                ([1, -2], [-1.0], [-1.0]),
+            )
+        ),
+    ],
+)
+def test_a_manifest_whose_fields_do_not_fit_each_other(kind: type[Document], change: dict[str, object], message: str) -> None:
+    with pytest.raises(WireError, match=f"some/key: .*{message}") as caught:
+        kind.decode(encoded({**fields(kind), **change}), "some/key")
+    assert caught.value.reason == "malformed"
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b"null", b'"text"', b"1", b'{"format": "1.0"', b"[" * 10**5])
 def test_what_is_no_json_object_is_malformed(data: bytes) -> None:
     with pytest.raises(WireError, match="some/key: ") as caught:

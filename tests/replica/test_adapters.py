@@ -1,0 +1,48 @@
+"""What a replica is asked for before it may serve a version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from grpod.bucket.memory import MemoryBucket
+from grpod.replica.adapters import Adapters
+from grpod.replica.client import ReplicaClient
+from grpod.wire.adapter import Probe
+from grpod.wire.run import Run
+from tests.run.made import RUN_ID, MadeRun
+
+
+class Scores:
+    """A replica that answers for every adapter as it does for its base, moved by a tenth."""
+
+    url = "http://replica"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    async def load_adapter(self, name: str, path: str) -> None: ...
+
+    async def score(self, model: str, token_ids: list[int]) -> list[float]:
+        self.asked.append((model, len(token_ids)))
+        return [-float(token) - (0.0 if model == "base" else 0.1 * (-1) ** i) for i, token in enumerate(token_ids[1:])]
+
+
+def probe(ids: list[int]) -> Probe:
+    base = [-float(token) for token in ids[1:]]
+    return Probe(token_ids=ids, base_logprobs=base, logprobs=[b - 0.1 * (-1) ** i for i, b in enumerate(base)])
+
+
+@pytest.mark.anyio
+async def test_the_base_is_scored_once_for_each_probe(tmp_path: Path) -> None:
+    bucket = MemoryBucket("memory://test-adapters-base")
+    made = await MadeRun(bucket).begin()
+    for version, ids in enumerate([[1, 2, 3], [1, 2, 3], [4, 5, 6, 7]]):
+        await made.adapter(version, probe=probe(ids))
+    run, replica = Run(run_id=RUN_ID, config={}, base_fingerprint="f", created_at=0.0), Scores()
+    adapters = Adapters(cast(ReplicaClient, cast(Any, replica)), bucket, run, tmp_path)
+    for version in range(3):
+        await adapters.bring(version, 1)
+    assert [asked for asked in replica.asked if asked[0] == "base"] == [("base", 3), ("base", 4)]
