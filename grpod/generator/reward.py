@@ -163,8 +163,8 @@ class RewardPool:
                 answer = await worker.ask({"index": index, **group}, timeout_s)
             except TimeoutError:
                 raise RewardFailure("reward_timeout", f"no answer within {timeout_s:g} s; its worker was ended", name) from None
-            except WorkerDied as death:
-                answer = {"reason": "reward_error", "message": str(death)}
+            except (WorkerDied, GrpodError, OSError) as fault:  # it ended, or could not be started again
+                answer = {"reason": "reward_error", "message": str(fault)}
             if "rewards" in answer:
                 rewards: list[float | None] = answer["rewards"]
                 return rewards

@@ -9,7 +9,7 @@ import pytest
 
 from grpod.config import RewardSection
 from grpod.errors import ConfigError
-from grpod.generator.reward import RewardPool
+from grpod.generator.reward import RewardFailure, RewardPool
 from tests.generator.scoring import HERE, score
 
 
@@ -78,3 +78,17 @@ async def test_a_module_is_found_beside_the_config_or_wherever_grpod_finds_it(tm
     sections = [RewardSection(function="beside_config:f"), RewardSection(function="tests.generator.reward_inputs:ints")]
     async with RewardPool(sections, folder=tmp_path, columns=(), workers=1) as rewards:
         assert (await score(rewards)).totals == (3.0, 2.0, 2.0, 3.0)
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_cannot_be_started_again_costs_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads when it is imported has been removed while the run goes on, and its worker died."""
+    monkeypatch.setattr("grpod.generator.reward.RETRIES_S", (0.0, 0.0))
+    gone = tmp_path / "lexicon"
+    gone.touch()
+    (tmp_path / "r.py").write_text(f"import os\nopen({str(gone)!r})\ndef f(completions, **_):\n    os._exit(3)\n")
+    async with RewardPool([RewardSection(function="r.py:f")], folder=tmp_path, columns=(), workers=1) as pool:
+        gone.unlink()
+        with pytest.raises(RewardFailure, match="FileNotFoundError") as caught:
+            await score(pool)
+        assert caught.value.reason == "reward_error"
