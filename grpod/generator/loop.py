@@ -76,7 +76,6 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
             return
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpod-")))
         follower = Follower(ctx.bucket)
-        await follower.refresh()
         stations = [
             Station(engine, config, ctx.bucket, joined.run, follower, scratch / str(i), token)
             for i, engine in enumerate(engines)
@@ -227,7 +226,9 @@ class Generator:
 
         def add() -> None:
             state = self._follower.view.state
-            writer.add(state.step if state else 0, self._meter.row(anyio.current_time(), in_flight=outbox.in_flight))
+            unproven = len({key for station in self._stations for key in station.unproven})
+            row = self._meter.row(anyio.current_time(), in_flight=outbox.in_flight, unproven=unproven)
+            writer.add(state.step if state else 0, row)
 
         add()
         async with anyio.create_task_group() as tasks:

@@ -29,11 +29,12 @@ class Meter:
         """Without credit."""
         self._waited_s += seconds
 
-    def row(self, now: float, *, in_flight: int) -> dict[str, float]:
-        """Begins the next row's time. Empty when nothing has happened: an idle fleet writes nothing."""
+    def row(self, now: float, *, in_flight: int, unproven: int = 0) -> dict[str, float]:
+        """`unproven`: versions until now. Begins a new row. Empty when nothing has happened: an idle fleet writes nothing."""
         if self._since is not None and not (self._groups or in_flight or self._news):
             return {}
         values: dict[str, float] = {"rollout/inflight": in_flight, "rollout/backpressure_s": self._waited_s}
+        values["versions/unproven_total"] = unproven
         if self._groups:
             generated, scored = zip(*self._groups, strict=True)
             values |= {"rollout/duration_s": fmean(generated), "rollout/score_s": fmean(scored)}

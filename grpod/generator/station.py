@@ -18,7 +18,7 @@ import anyio
 
 from grpod.bucket.base import Bucket
 from grpod.config import Config
-from grpod.errors import BucketError, NotReady, WireError
+from grpod.errors import BucketError, NotFound, NotReady, WireError
 from grpod.generator.engine import Engine, adapter_root, lora_rank
 from grpod.generator.token_file import TokenFile
 from grpod.replica.adapters import BASE, Adapters, Served, VersionRefused
@@ -28,6 +28,12 @@ from grpod.run.notice import Notice
 from grpod.telemetry.log import get_logger
 from grpod.wire.run import Run
 
+# A version that was just published is mostly here in milliseconds, and a group that begins under it is a lag younger; but no
+# replica idles for as long as a large adapter, or a slow bucket, may take.
+PATIENCE_S = 1.0
+FORGOTTEN = 10  # times in a row that its adapters were gone, without a sound group between
+_FORGOTTEN_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before the third incarnation in such a row; doubled each time
+_AGAIN_S = 1.0  # after a turn that failed
 _INFO_TRIES = 10
 _UNUSABLE = 4  # turns in a row in which not even the base or the canary could be scored
 
@@ -43,7 +49,12 @@ class Station:
         self._log = get_logger()
         self._users: Counter[tuple[int, int]] = Counter()
         self._scopes: dict[tuple[int, int], set[anyio.CancelScope]] = {}
+        self._held: dict[tuple[int, int], Served] = {}  # of the groups in flight
+        self._good: dict[tuple[int, int], Served] = {}  # the last ones that were current, over all incarnations
+        self._deleted: set[tuple[int, int]] = set()
+        self._bringing_since: float | None = None  # when the way to the version that is to be current began
         self._forgot = anyio.Event()
+        self._times_forgotten = 0  # in a row
         self._life = anyio.CancelScope()
         self._complained: set[tuple[str, str]] = set()
         self._said_waiting: tuple[int, int] | None = None
@@ -52,6 +63,7 @@ class Station:
         self.adapters: Adapters | None = None
         self.client: ReplicaClient | None = None
         self.refused: dict[tuple[int, int], str] = {}
+        self.unproven: set[tuple[int, int]] = set()  # accepted on the canary's word
         self.in_flight = 0
         self.failure: NotReady | None = None
 
@@ -63,7 +75,9 @@ class Station:
         """Until it is cancelled, or `failure` says why this replica is of no use: given up, or not what the run needs."""
         with self._life:
             try:
-                await self._live()
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._abort_stale)
+                    await self._live()
             except* NotReady as errors:
                 self.give_up(_first(errors))
 
@@ -83,8 +97,21 @@ class Station:
             async with client, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._end_when_lost, incarnation, tasks.cancel_scope)
                 await self._serve(client)
-            self.current = self.adapters = self.client = None
+            self.current = self.adapters = self.client = self._bringing_since = None
             self.notice.tell()
+            if self._forgot.is_set():
+                await self._rest()
+
+    async def _rest(self) -> None:
+        """Before a server that has forgotten its adapters is given them again."""
+        self._times_forgotten += 1
+        if self._times_forgotten >= FORGOTTEN:
+            raise NotReady(
+                f"replica {self.url} forgot its adapters {self._times_forgotten} times in a row, with no group between: "
+                "it is restarted again and again, or several servers stand behind one URL; each needs its own, or grpod's proxy"
+            )
+        if self._times_forgotten > 1:
+            await anyio.sleep(min(_LONGEST_PAUSE_S, _FORGOTTEN_PAUSE_S * 2 ** (self._times_forgotten - 2)))
 
     async def _end_when_lost(self, incarnation: int, scope: anyio.CancelScope) -> None:
         async with anyio.create_task_group() as tasks:
@@ -107,91 +134,136 @@ class Station:
         adapters.refused = self.refused
         proven, unusable = False, 0
         while True:
+            await self._unload(adapters)
             target = self._target(self._follower.view)
-            if target is not None:
-                try:
+            try:
+                if target is not None:
                     if not proven:
                         await adapters.prove(*target)
                         proven = True
                         self.adapters, self.client = adapters, client
                     await self._sync(adapters, target)
-                except UnknownAdapter as error:  # loaded a moment ago: it was restarted
-                    self._log.warning("adapter_forgotten", version=target[0], error=str(error))
-                    self.forgot()
-                    await anyio.sleep_forever()
-                except Refused as error:
-                    raise NotReady(f"replica {client.url} refuses to score the probe: {error}") from error
-                except WireError as error:  # of the manifest that the probe is in: another version may have a sound one
-                    self.refused[target] = str(error)
-                    self._log.error("version_refused", version=target[0], epoch=target[1], error=str(error))
-                    continue
-                except (Unavailable, BucketError, UnusableAnswer) as error:  # for now: the next turn tries again
-                    self._log.warning("sync_failed", version=target[0], error=str(error))
-                    unusable = unusable + 1 if isinstance(error, UnusableAnswer) else 0
-                    if unusable == _UNUSABLE:
-                        raise NotReady(f"replica {client.url} gives no usable answer: {error}") from error
-                    await anyio.sleep(1.0)
-                    continue
-            unusable = 0
+            except UnknownAdapter as error:  # loaded a moment ago: it was restarted
+                self._log.warning("adapter_forgotten", replica=self.url, error=str(error))
+                self.forgot()
+                await anyio.sleep_forever()
+            except Refused as error:
+                raise NotReady(f"replica {client.url} refuses to score the probe: {error}") from error
+            except WireError as error:  # of the manifest that the probe is in: another version may have a sound one
+                assert target is not None
+                self.refused[target] = str(error)
+                self._log.error("version_refused", version=target[0], epoch=target[1], error=str(error))
+                self.notice.tell()
+                continue
+            except (Unavailable, BucketError, UnusableAnswer) as error:  # for now: the next turn tries again
+                self.complain("sync_failed", reason=type(error).__name__, error=str(error))
+                if isinstance(error, NotFound) and target is not None and target != self._newest(self._follower.view):
+                    self._good.pop(target, None)  # the learner has deleted it
+                unusable = unusable + 1 if isinstance(error, UnusableAnswer) else 0
+                if unusable == _UNUSABLE:
+                    raise NotReady(f"replica {client.url} gives no usable answer: {error}") from error
+                await anyio.sleep(_AGAIN_S)
+                continue
+            if target is not None:
+                unusable = 0
+                self._forgive("sync_failed")
+            await self._unload(adapters)
             if target == self._target(self._follower.view):
                 await self.notice.wait()
 
+    def _newest(self, view: View) -> tuple[int, int] | None:
+        return None if view.state is None or view.state.version is None else (view.state.version, view.state.epoch)
+
     def _target(self, view: View) -> tuple[int, int] | None:
-        """The newest version that counts, unless it was refused."""
-        if view.state is None or view.state.version is None:
+        """The newest version that counts; while it is refused the newest good one that is not too old yet."""
+        newest = self._newest(view)
+        if newest is None or not view.lineage.canonical(*newest):
             return None
-        key = (view.state.version, view.state.epoch)
-        return key if view.lineage.canonical(*key) and key not in self.refused else None
+        if newest not in self.refused:
+            return newest
+        good = [key for key, served in self._good.items() if key not in self.refused and not self._beyond_use(served)]
+        return max(good, key=lambda key: (key[1], key[0]), default=None)
 
     async def _sync(self, adapters: Adapters, target: tuple[int, int]) -> None:
-        if target not in adapters.resident or (self.current is None or self.current.key != target):
+        if self.current is None or self.current.key != target or target not in adapters.resident:
+            if self._bringing_since is None:
+                self._bringing_since = anyio.current_time()
             with contextlib.suppress(VersionRefused):  # remembered and told in the generator's state; the one before goes on
-                self.current = await adapters.bring(*target)
+                self.current = await self._bring(adapters, target)
+                self._good[target] = self.current
+                while len(self._good) > self._config.run.max_lag + 2:
+                    del self._good[next(iter(self._good))]
+            self._bringing_since = None
             self.notice.tell()
         for key in [key for key, count in self._users.items() if count and key not in adapters.resident]:
-            if self.lag(key, adapters) is None:  # of groups that were in flight when the replica was lost
-                with contextlib.suppress(VersionRefused):
-                    await adapters.bring(*key)
-                self.notice.tell()
+            try:  # of groups that were in flight when the replica was lost
+                await self._bring(adapters, key)
+            except VersionRefused:
+                pass
+            except NotFound:
+                self._deleted.add(key)
+            self.notice.tell()
+
+    async def _bring(self, adapters: Adapters, key: tuple[int, int]) -> Served:
+        unproven = adapters.unproven
+        served = await adapters.bring(*key)
+        if adapters.unproven > unproven:
+            self.unproven.add(key)
+        return served
+
+    async def _unload(self, adapters: Adapters) -> None:
         for served in list(adapters.resident.values()):
-            lag = self.lag(served.key, adapters)
-            if lag is not None and lag > self._config.run.max_lag:
-                for scope in self._scopes.get(served.key, set()):
-                    scope.cancel()
             if served is not self.current and not self._users[served.key]:
                 await adapters.drop(served)
 
-    def lag(self, key: tuple[int, int], adapters: Adapters | None = None) -> int | None:
-        """Positions behind what the learner has announced; None: the version is not resident."""
-        adapters = adapters or self.adapters
-        served = adapters.resident.get(key) if adapters else None
+    async def _abort_stale(self) -> None:
+        """Whatever the replica does meanwhile, and also while it is away."""
+        while True:
+            for key, scopes in self._scopes.items():
+                lag = self._lag(self._held[key]) if scopes else None
+                if lag is not None and lag > self._config.run.max_lag:
+                    for scope in scopes:
+                        scope.cancel()
+            await self.notice.wait()
+
+    def _lag(self, served: Served) -> int | None:
+        """Positions behind what the learner has announced."""
         view = self._follower.view
-        if served is None or view.state is None or view.state.pos is None:
+        if view.state is None or view.state.pos is None:
             return None
         return view.state.pos - view.lineage.pos(served.version, served.epoch, served.manifest.pos)
 
+    def _beyond_use(self, served: Served) -> bool:
+        """Nothing that is made under it is trained: it is too old, or of another lineage."""
+        lag = self._lag(served)
+        return not self._follower.view.lineage.canonical(*served.key) or (lag is not None and lag > self._config.run.max_lag)
+
     def ready_version(self) -> Served | None:
-        """Under which a new group may begin: the newest, or while that one is refused the last good one until it is too old."""
+        """Under which a new group may begin: the newest; the one before while the newest is refused, or is long in coming."""
         view, current = self._follower.view, self.current
-        if current is None or view.state is None or view.state.version is None or self.adapters is None:
+        newest = self._newest(view)
+        if current is None or newest is None or self.adapters is None or not view.lineage.canonical(*current.key):
             return None
-        if not view.lineage.canonical(*current.key):
-            return None
-        lag = self.lag(current.key)
+        lag, most = self._lag(current), self._config.run.max_lag
         if lag is None:
             return None
-        newest = (view.state.version, view.state.epoch)
-        if lag <= 0 or (newest in self.refused and lag <= self._config.run.max_lag):
+        if lag <= 0:
             return current
-        if newest in self.refused and self._said_waiting != newest:
-            self._said_waiting = newest
-            self._log.error("no_version_to_serve", refused=newest[0], last_good=current.version, lag=lag)
+        if newest in self.refused:
+            if lag <= most:
+                return current
+            if self._said_waiting != newest:
+                self._said_waiting = newest
+                self._log.error("no_version_to_serve", refused=newest[0], last_good=current.version, lag=lag)
+        elif lag < most and self._bringing_since is not None and anyio.current_time() - self._bringing_since >= PATIENCE_S:
+            return current
         return None
 
     @contextlib.contextmanager
     def use(self, served: Served) -> Iterator[anyio.CancelScope]:
         """Holds the version for one group; the scope is cancelled when the version has outlived max_lag."""
         self._users[served.key] += 1
+        self._held[served.key] = served
         self.in_flight += 1
         with anyio.CancelScope() as scope:
             self._scopes.setdefault(served.key, set()).add(scope)
@@ -200,13 +272,16 @@ class Station:
             finally:
                 self._scopes[served.key].discard(scope)
                 self._users[served.key] -= 1
+                if not self._users[served.key]:
+                    del self._users[served.key], self._scopes[served.key], self._held[served.key]
                 self.in_flight -= 1
                 self.notice.tell()
 
     async def holding(self, served: Served) -> ReplicaClient | None:
-        """Waits until the replica (again) holds that version. None: it never will: refused, or no longer canonical."""
+        """Waits until the replica (again) holds that version. None: it never will: refused, deleted, or no longer canonical."""
         while True:
-            if self.failure or not self._follower.view.lineage.canonical(*served.key) or served.key in self.refused:
+            canonical = self._follower.view.lineage.canonical(*served.key)
+            if self.failure or not canonical or served.key in self.refused or served.key in self._deleted:
                 return None
             if self.adapters is not None and served.key in self.adapters.resident:
                 return self.client
@@ -220,7 +295,13 @@ class Station:
 
     def praise(self) -> None:
         """A sound group came."""
-        self._complained -= {kind for kind in self._complained if kind[0] != "replica_refused"}  # that is the prompt's fault
+        self._times_forgotten = 0
+        self._complained = {
+            kind for kind in self._complained if kind[0] in ("replica_refused", "sync_failed")
+        }  # other's faults
+
+    def _forgive(self, event: str) -> None:
+        self._complained = {kind for kind in self._complained if kind[0] != event}
 
     def forgot(self) -> None:
         """The replica no longer knows an adapter: it was restarted, or somebody else unloads there."""

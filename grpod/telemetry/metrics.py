@@ -115,6 +115,7 @@ METRICS: Final = (
     _gauge("rollout/score_s", "s", "scoring one group, on average"),
     _gauge("rollout/backpressure_s", "s", "without credit, since the last row"),
     _gauge("rollout/generated_tok_s", "tokens/s", "completion tokens of the generator"),
+    _counter("versions/unproven_total", "versions", "served on the canary's word: the probe was moved too little to tell"),
     _counter(
         "prompts/skipped_total/<reason>", "rows", "of the data set that cannot be asked, once in every data epoch, by reason"
     ),
