@@ -8,9 +8,10 @@ cancelled when it does not return in time.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import anyio
 
@@ -18,6 +19,7 @@ from grpod.bucket.base import Bucket
 from grpod.config import Config
 
 Takeover = Literal["wait", "exit"]
+T = TypeVar("T")
 
 
 class Stopping:
@@ -40,6 +42,25 @@ class Stopping:
 
     async def wait(self) -> None:
         await self._event.wait()
+
+    async def unless(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        """What the work returns. None: a stop was requested meanwhile, and the work was cancelled."""
+        result: T | None = None
+        failure: Exception | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._cancel, group.cancel_scope)
+            try:
+                result = await work()
+            except Exception as error:  # raised again below, as itself: the group would wrap it
+                failure = error
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return result
+
+    async def _cancel(self, scope: anyio.CancelScope) -> None:
+        await self.wait()
+        scope.cancel()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import anyio
 import anyio.abc
@@ -102,7 +101,7 @@ async def _root(
         ctx = Context(config=config, folder=folder, bucket=bucket, stop=stop, roles=names, takeover=takeover)
         log.info("starting", roles=list(names), bucket=config.run.bucket or "none")
         try:
-            await _unless_stopping(ctx.stop, partial(_first_look, ctx, root))
+            await ctx.stop.unless(partial(_first_look, ctx, root))
             if not stop.requested:
                 await _roles(ctx, root, table, hard_end)
             log.info("ended", reason=stop.reason)
@@ -118,19 +117,6 @@ def _open(config: Config, folder: Path) -> Bucket:
         return open_bucket(config.run.bucket or NO_BUCKET, folder=folder, create=config.run.create_bucket)
     except BucketError as error:
         raise NotReady(f"bucket {config.run.bucket}: {error}") from error
-
-
-T = TypeVar("T")
-
-
-async def _unless_stopping(stop: Stopping, work: Callable[[], Awaitable[T]]) -> T | None:
-    """None: it was asked to stop meanwhile, and the work was cancelled."""
-    result: T | None = None
-    async with anyio.create_task_group() as group:
-        group.start_soon(_cancel_when_stopping, stop, group.cancel_scope)
-        result = await work()
-        group.cancel_scope.cancel()
-    return result
 
 
 async def _first_look(ctx: Context, root: anyio.abc.TaskGroup) -> None:
@@ -165,7 +151,7 @@ async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, target: str, 
     structlog.contextvars.bind_contextvars(role=role.name)
     try:
         # in a thread: importing torch takes seconds, and signals are to be heard meanwhile
-        run = await _unless_stopping(ctx.stop, partial(anyio.to_thread.run_sync, _import, target, abandon_on_cancel=True))
+        run = await ctx.stop.unless(partial(anyio.to_thread.run_sync, _import, target, abandon_on_cancel=True))
         if run is not None:
             await run(ctx, index=role.index, task_status=role)
     except Exception as error:
@@ -223,11 +209,6 @@ async def _tell(ctx: Context) -> None:
         print("\n" + await report(ctx.bucket, ctx.config, ctx.folder), flush=True)
     except GrpodError as error:  # the run is over and whole; only its summary is not to be had
         log.warning("no_report", error=str(error))
-
-
-async def _cancel_when_stopping(stop: Stopping, scope: anyio.CancelScope) -> None:
-    await stop.wait()
-    scope.cancel()
 
 
 class _StopWatch:

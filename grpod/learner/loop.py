@@ -23,7 +23,7 @@ from grpod.learner import checkpoint
 from grpod.learner.policy import Policy
 from grpod.learner.session import LoadPolicy, Session
 from grpod.run.base_model import fingerprint, resolve_base
-from grpod.run.join import join
+from grpod.run.join import Joined, join
 from grpod.run.lease import RunEnded, hold
 from grpod.run.lineage import Lineage
 from grpod.telemetry.log import get_logger
@@ -43,8 +43,14 @@ async def run(
     config = ctx.config
     base = await anyio.to_thread.run_sync(resolve_base, config, ctx.folder)
     base_fingerprint = await anyio.to_thread.run_sync(fingerprint, base)
-    await ctx.wait_for_inputs()
-    joined = await join(ctx.bucket, config, base_fingerprint, may_create=True, timeout_s=config.run.startup_timeout_s)
+
+    async def begin() -> Joined:
+        await ctx.wait_for_inputs()
+        return await join(ctx.bucket, config, base_fingerprint, may_create=True, timeout_s=config.run.startup_timeout_s)
+
+    joined = await ctx.stop.unless(begin)
+    if joined is None:
+        return
     if keys.FINAL_MANIFEST in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
         log.info("run_is_over", bucket=ctx.bucket.url)
         task_status.started()

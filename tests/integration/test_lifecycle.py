@@ -97,7 +97,10 @@ def test_sigterm_to_one_of_four(on: Fleet, moments: random.Random) -> None:
     processes = {
         role: on.start(role.partition("-")[0], sets=sets) for role in ("proxy", "generator-a", "learner", "generator-b")
     }
+    lonely = on.start("generator", sets=("run.bucket=file://" + str(on.run.parent / "nobody"),))
     on.until_step(3)
+    lonely.until("waiting_for_run")
+    lonely.terminate()
     for role in moments.sample(sorted(processes), 4):
         time.sleep(moments.uniform(0, 1))
         processes[role].terminate()
