@@ -199,14 +199,17 @@ def agreed_values(config: Config) -> dict[str, Any]:
     return agreed
 
 
-def differences(theirs: Mapping[str, Any], config: Config, *, ignore: Sequence[str] = ("learner",)) -> list[str]:
-    """One message for each agreed key that both sides have and that differs; `ignore` names keys or whole sections."""
+def differences(
+    theirs: Mapping[str, Any], config: Config, *, ignore: Sequence[str] = ("learner",), but: Sequence[str] = ()
+) -> list[str]:
+    """One message for each agreed key that both sides have and that differs; `ignore` names keys or whole sections, `but`
+    keys in them that are compared all the same."""
     ours = agreed_values(config)
     messages: list[str] = []
     for key in all_keys():
         if key.section is not None or not key.marked("agreed"):
             continue
-        if any(key.name == name or key.name.startswith(f"{name}.") for name in ignore):
+        if key.name not in but and any(key.name == name or key.name.startswith(f"{name}.") for name in ignore):
             continue
         there, here = _at(theirs, key.path), _at(ours, key.path)
         if there is not _ABSENT and here is not _ABSENT and there != here:

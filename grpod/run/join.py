@@ -1,6 +1,7 @@
 """run.json: whoever comes first writes down what all agree on; whoever comes later must agree.
 
-learner    may create it; its own differing `learner.*` keys are changes, recorded in its claim
+learner    may create it; its own differing `learner.*` keys are changes, recorded in its claim: but what generators read
+           of them is as fixed as the rest
 others     wait for it, and refuse to join with another agreed key or another base model
 """
 
@@ -25,6 +26,7 @@ from grpod.wire.run import Run
 
 _LOOK_S = 2.0
 _FREE = "learner"  # the section that a resume may change
+_FIXED = ("learner.loss.mask_truncated",)  # in it, and read by generators too: they ship the loss mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ async def join(
         created_at=time.time(),
     )
     run = await wait_for_run(bucket, timeout_s, begin=own if may_create else None, settle_s=settle_s)
-    faults = differences(run.config, config, ignore=(_FREE,))
+    faults = differences(run.config, config, ignore=(_FREE,), but=_FIXED)
     if fingerprint is not None and run.base_fingerprint != fingerprint:
         faults.append(
             f"the base model is not that of the run (another model, revision or tokenizer): "

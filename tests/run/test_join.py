@@ -85,6 +85,14 @@ async def test_local_keys_may_differ(bucket: MemoryBucket) -> None:
     await join(bucket, other, "f", may_create=False, timeout_s=5)
 
 
+@pytest.mark.parametrize("may_create", [True, False])
+async def test_the_learners_key_that_generators_read_too_must_not_differ(bucket: MemoryBucket, may_create: bool) -> None:
+    await join(bucket, config(), "f", may_create=True, timeout_s=5)
+    other = config(learner={"steps": 10, "loss": {"clip_low": 0.1, "mask_truncated": False}})
+    with pytest.raises(ConfigError, match=r"learner\.loss\.mask_truncated is True in the run and False here"):
+        await join(bucket, other, "f", may_create=may_create, timeout_s=5)
+
+
 async def test_who_may_not_create_waits_for_the_learner(bucket: MemoryBucket) -> None:
     joined = []
 
