@@ -35,17 +35,20 @@ class Announcer:
         while True:
             if not self._dirty:
                 await self._notice.wait(self._period_s)
-            await self.write()
+            if not await self.write():
+                await anyio.sleep(1.0)
+                self._dirty = True
 
-    async def write(self) -> None:
+    async def write(self) -> bool:
+        """False: it could not be written; the next one says more, and a bucket that stays away ends the lease."""
         self._dirty = False
         self._counter += 1
         try:
             await self._bucket.put({keys.LEARNER_STATE: self._compose(self._counter).encode()})
-            self._failing = False
-        except BucketError as error:  # the next one says more; a bucket that stays away ends the lease
+        except BucketError as error:
             if not self._failing:
                 self._log.warning("state_not_written", error=str(error))
             self._failing = True
-            await anyio.sleep(1.0)
-            self._dirty = True
+            return False
+        self._failing = False
+        return True

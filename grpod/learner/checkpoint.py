@@ -115,11 +115,10 @@ def refuse_restart(highest: int, step: int) -> ConfigError:
     )
 
 
-async def collect(bucket: Bucket, kept: list[str], keep: int) -> list[str]:
-    """Deletes the oldest of `kept` folders beyond `keep`, each one's manifest first. Returns those that are left."""
-    for folder in kept[:-keep]:
+async def delete_checkpoints(bucket: Bucket, folders: list[str]) -> None:
+    """Each one's manifest first: nobody begins from one that is half gone."""
+    for folder in folders:
         names = [meta.key async for meta in bucket.list(folder)]
         manifest = f"{folder}/{keys.MANIFEST}"
         await bucket.delete([manifest])
         await bucket.delete([name for name in names if name != manifest])
-    return kept[-keep:]

@@ -95,14 +95,14 @@ class Dispatch:
             groups_per_step=learner.groups_per_step,
             outstanding=self._feed.outstanding(),
         )
-        if self._pacing.grant(self._feed.live(), free, anyio.current_time()):
+        if self._pacing.grant(self._feed.roster.live(), free, anyio.current_time()):
             self._announcer.touch()
 
     def _republish_if_refused(self, publisher: Publisher) -> None:
         newest, latest = self._versions.newest, publisher.latest
         assert newest is not None
         assert latest is not None
-        refused, live = self._feed.refusals(newest.version, newest.epoch)
+        refused, live = self._feed.roster.refusals(newest.version, newest.epoch)
         if not live or refused < live or publisher.busy:
             return
         if self._republished == _REPUBLISH:
@@ -113,7 +113,7 @@ class Dispatch:
 
     def _state(self, counter: int) -> LearnerState:
         newest = self._versions.newest
-        live = set(self._feed.live())
+        live = set(self._feed.roster.live())
         return LearnerState(
             epoch=self._epoch,
             counter=counter,
@@ -121,8 +121,8 @@ class Dispatch:
             version=newest.version if newest else None,
             pos=newest.pos if newest else None,
             credits={name: count for name, count in self._pacing.granted.items() if name in live},
-            low=self._feed.lows(),
-            retired=self._feed.retired(),
+            low=self._feed.roster.lows(),
+            retired=self._feed.roster.retired(),
             waiting_for=self._waiting_for,
             steps=self._config.learner.steps,
             updated_at=time.time(),

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from grpod.bucket.base import Bucket, ObjectMeta
+from grpod.bucket.base import Bucket
 from grpod.errors import BucketError, NotFound, WireError
 from grpod.grpo import admission
 from grpod.learner.arrivals import Arrivals
 from grpod.learner.book import Book
 from grpod.learner.pacing import Pacing
+from grpod.learner.roster import Roster
 from grpod.learner.source import Source
 from grpod.learner.versions import Version, Versions
 from grpod.run.notice import Notice
@@ -29,7 +30,6 @@ from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.checkpoint import Cursor
 from grpod.wire.rollout import Group, Shipment, decode_ids, decode_shipment
-from grpod.wire.state import GeneratorState, newer
 from grpod.wire.tables import End
 
 _WHOLE = "reason.json"  # note in quarantine/: the object is of no use
@@ -70,8 +70,8 @@ class Feed:
     ) -> None:
         self._bucket, self._rules, self._book, self._pacing, self._versions = bucket, rules, book, pacing, versions
         self._clock = clock
-        self._sources = {name: Source.resumed(name, cursor, clock()) for name, cursor in cursors.items()}
-        self._state_tags: dict[str, ObjectMeta] = {}
+        self.roster = Roster(bucket, pacing, cursors=cursors, ttl_s=rules.ttl_s, clock=clock)
+        self._taken: list[Pending] = []  # in the step that is being made
         self._pending: list[Pending] = []
         self._where: dict[str, tuple[str, int]] = {}  # pending group -> its object
         self._arrivals = 0
@@ -85,8 +85,7 @@ class Feed:
         self.quarantined = 0  # objects, over all epochs of the run
         self.idle_run = 0  # groups that gave nothing to learn from since one was fit to be trained
         self._bad_before: set[str] = set()  # objects of which some groups are in quarantine since an earlier epoch
-        self._looked = False
-        self._hopeless = ""
+        self._recalled = False  # what earlier epochs have put into quarantine
 
     # ---- what the loop asks
 
@@ -96,17 +95,16 @@ class Feed:
         if len(self._pending) < count:
             return None
         self._pending.sort(key=lambda p: (p.version.pos, p.arrival))
-        taken, self._pending = self._pending[:count], self._pending[count:]
-        return taken
-
-    def give_back(self, taken: Iterable[Pending]) -> None:
-        self._pending.extend(taken)
+        self._taken, self._pending = self._pending[:count], self._pending[count:]
+        return self._taken
 
     def trained(self, taken: Iterable[Pending], step: int) -> None:
+        self._taken = []
         for pending in taken:
             self._end(End(group_id=pending.group.group_id, end="trained", step=step))
 
     def drop(self, taken: Iterable[Pending], reason: str) -> None:
+        self._taken = []
         for pending in taken:
             self._drop(pending.group.group_id, reason)
 
@@ -115,7 +113,8 @@ class Feed:
         stale = [p for p in self._pending if self._versions.lag(p.version) > self._rules.max_lag]
         if stale:
             self._pending = [p for p in self._pending if self._versions.lag(p.version) <= self._rules.max_lag]
-            self.drop(stale, "stale")
+            for pending in stale:
+                self._drop(pending.group.group_id, "stale")
 
     @property
     def num_pending(self) -> int:
@@ -126,37 +125,19 @@ class Feed:
         """Pending groups that the next publish would make stale."""
         return sum(self._versions.lag(p.version) >= self._rules.max_lag for p in self._pending)
 
-    def live(self) -> list[str]:
-        return [source.name for source in self._sources.values() if source.live]
-
-    def retired(self) -> list[str]:
-        return sorted(source.name for source in self._sources.values() if source.retired and source.state is not None)
-
     def outstanding(self) -> int:
         """Groups credited to somebody alive, or read from somebody else, that have not ended."""
-        live = set(self.live())
-        unowned = sum(1 for p in self._pending if p.group.generator not in live)
+        live = set(self.roster.live())
+        unowned = sum(1 for p in (*self._pending, *self._taken) if p.group.generator not in live)
         return unowned + sum(self._pacing.outstanding(name) for name in live)
 
-    def cursors(self) -> dict[str, Cursor]:
-        return {name: source.cursor for name, source in self._sources.items()}
-
-    def lows(self) -> dict[str, int]:
-        return {name: source.low for name, source in self._sources.items()}
-
-    def refusals(self, version: int, epoch: int) -> tuple[int, int]:
-        """(live generators that refused this version, live generators)"""
-        states = [s.state for s in self._sources.values() if s.live and s.state]
-        return sum(f"{version}-{epoch}" in state.refused for state in states), len(states)
-
     def hopeless(self) -> str | None:
-        """Why no generator of this run can make a group that is worth anything; None while one tries, or has done so."""
-        return None if self._book.trained or self.live() else self._hopeless or None
+        """Why nothing will ever be trained in this run, as far as its generators know."""
+        return None if self._book.trained else self.roster.hopeless()
 
     # ---- reading
 
     async def run(self) -> None:
-        await self._forget_quarantined()
         while True:
             try:
                 await self.poll()
@@ -168,74 +149,56 @@ class Feed:
             await self._bucket.changed(1.0)
 
     async def poll(self) -> None:
-        await self._read_states()
+        if not self._recalled:
+            await self._recall_quarantined()
+        await self.roster.read_states()
         if self._clock() - self._listed_at >= self._rules.list_every_s:
             await self._list_rollouts()
         settled_at = self._clock() - self._rules.settle_s
-        wanted = [key for source in self._sources.values() for key in source.wanted(settled_at)]
+        wanted = [key for source in self.roster for key in source.wanted(settled_at)]
         found = await self._bucket.stat(wanted) if wanted else {}
+        failures: list[BucketError] = []
         for key in sorted(found):
-            await self._read(key)
-        self._looked = True
-        self._retire_silent()
-        self._account_missing()
+            try:
+                await self._read(key)
+            except BucketError as error:  # one object, or its place in quarantine/: the others do not wait for it
+                failures.append(error)
+        self.roster.retire_silent()
+        for group_id, reason in self.roster.missing():
+            self._drop(group_id, reason)
         self.notice.tell()
+        if failures:
+            raise failures[0]
 
-    async def _forget_quarantined(self) -> None:
+    async def _recall_quarantined(self) -> None:
         """What an earlier epoch put there is counted, and neither looked at nor told again."""
-        async for meta in self._bucket.list(keys.QUARANTINE):
-            key, _, note = meta.key.removeprefix(f"{keys.QUARANTINE}/").rpartition("/")
+        notes = [
+            meta.key.removeprefix(f"{keys.QUARANTINE}/").rpartition("/") async for meta in self._bucket.list(keys.QUARANTINE)
+        ]
+        for key, _, note in notes:
             parsed = keys.parse_rollout(key)
             if parsed is None or note == "object":
                 continue
             self.quarantined += 1
-            source = self._source(parsed[0])
+            source = self.roster.source(parsed[0])
             if note == _SOME:
                 self._bad_before.add(key)
             elif source.unread(parsed[1]):
                 source.finish(parsed[1])
-
-    async def _read_states(self) -> None:
-        async for meta in self._bucket.list(keys.GENERATOR_STATES):
-            name = keys.parse_generator_state(meta.key)
-            if name is None or ((known := self._state_tags.get(name)) is not None and known.tag == meta.tag):
-                continue
-            try:
-                found = await self._bucket.get(meta.key)
-                assert found is not None
-                state = GeneratorState.decode(found.data, meta.key)
-            except NotFound:
-                continue
-            except WireError as error:
-                self._log.warning("state_unreadable", key=meta.key, error=str(error))
-                self._state_tags[name] = meta
-                continue
-            self._state_tags[name] = found.meta
-            source = self._source(name)
-            self._pacing.note_begun(name, state.begun)
-            if source.state is None:
-                self._log.info("generator_seen", generator=name, device=state.device)
-            if state.hopeless and self._looked:  # what stood there at the start may have been mended since
-                self._hopeless = f"generator {name} ended: {state.ended}"
-            source.state, source.changed_at = newer(source.state, state), self._clock()
+        self._recalled = True
 
     async def _list_rollouts(self) -> None:
         self._listed_at = self._clock()
         async for meta in self._bucket.list(keys.ROLLOUTS):
             parsed = keys.parse_rollout(meta.key)
             if parsed:
-                self._source(parsed[0]).show(parsed[1], meta.tag, self._listed_at)
-
-    def _source(self, name: str) -> Source:
-        if name not in self._sources:
-            self._sources[name] = Source(name=name, changed_at=self._clock())
-        return self._sources[name]
+                self.roster.source(parsed[0]).show(parsed[1], meta.tag, self._listed_at)
 
     async def _read(self, key: str) -> None:
         parsed = keys.parse_rollout(key)
         assert parsed is not None
         name, seq = parsed
-        source = self._sources[name]
+        source = self.roster.source(name)
         try:
             found = await self._bucket.get(key)
         except NotFound:
@@ -246,7 +209,9 @@ class Feed:
         except WireError as error:
             await self._quarantine(key, found.data, error.reason, str(error), note=_WHOLE)
             for group_id in await anyio.to_thread.run_sync(_ids, found.data, key):
-                if group_id not in self._where:
+                owner = group_id.rpartition("/")[0]
+                # of another generator that is known, its own objects tell; a broken copy of one must not end it
+                if group_id not in self._where and (owner == name or owner not in self.roster):
                     self._drop(group_id, "quarantined")
             source.finish(seq)
             return
@@ -259,6 +224,8 @@ class Feed:
         await self._admit(source, seq, key, shipment)
 
     async def _admit(self, source: Source, seq: int, key: str, shipment: Shipment) -> None:
+        named = {(group.policy_version, group.policy_epoch) for group in shipment.groups}
+        versions = {name: await self._versions.find(*name) for name in named}  # may fail: nothing is noted before
         ids = {g.group_id for g in shipment.groups} | {d.group_id for d in (*shipment.drops, *shipment.bad)}
         source.seen |= {int(n) for owner, _, n in (i.rpartition("/") for i in ids) if owner == source.name and n.isdecimal()}
         known = {i for i in ids if i in self._book or i in self._where}
@@ -279,7 +246,7 @@ class Feed:
         for group in shipment.groups:
             if group.group_id in known:
                 continue
-            version = await self._versions.find(group.policy_version, group.policy_epoch)
+            version = versions[group.policy_version, group.policy_epoch]
             fault = self._verdict(group, version, shipment.base_fingerprint)
             if fault is None:
                 assert version is not None
@@ -332,48 +299,18 @@ class Feed:
         self._pacing.note_end(end.group_id.rpartition("/")[0], self._clock())
         where = self._where.pop(end.group_id, None)
         if where is not None:
-            source, seq = self._sources[where[0]], where[1]
+            source, seq = self.roster.source(where[0]), where[1]
             remaining = source.reading[seq]
             remaining.discard(end.group_id)
             if not remaining:
                 source.finish(seq)
 
     async def _quarantine(self, key: str, data: bytes, reason: str, message: str, *, note: str) -> None:
-        self.quarantined += 1
-        self._log.warning("quarantined", key=key, reason=reason, error=message)
         folder = keys.quarantine(key)
         await self._bucket.put({f"{folder}/object": data})
         await self._bucket.put({f"{folder}/{note}": json.dumps({"key": key, "reason": reason, "message": message}).encode()})
-
-    def _retire_silent(self) -> None:
-        now = self._clock()
-        for source in self._sources.values():
-            if source.retired:
-                continue
-            patience = max(self._rules.ttl_s, 4 * source.state.period_s if source.state else 0.0)
-            ended = source.state is not None and source.state.ended is not None
-            if ended or now - source.changed_at > patience:
-                source.retire(now)
-                if not ended and source.state is not None:
-                    self._log.warning("generator_retired", generator=source.name, silent_s=round(now - source.changed_at, 1))
-
-    def _account_missing(self) -> None:
-        """A group that was begun and stands in no readable object ends too: as quarantined, or as lost with its generator."""
-        for source in self._sources.values():
-            if source.state is None or source.settled:
-                continue
-            all_seen = source.all_seen()
-            if not source.retired and (not all_seen or len(source.seen) + len(source.state.open) >= source.state.begun):
-                continue
-            vanished, unshipped = source.missing_groups()
-            overdue = source.retired and self._clock() - source.retired_at > self._rules.ttl_s
-            ends = {group_id: "quarantined" for group_id in vanished if all_seen}
-            ends |= {group_id: "lost" for group_id in vanished if not all_seen and overdue}
-            ends |= {group_id: "lost" for group_id in unshipped if source.retired}
-            for group_id, reason in ends.items():
-                source.seen.add(int(group_id.rpartition("/")[2]))
-                self._drop(group_id, reason)
-            source.settled = source.retired and (all_seen or overdue)
+        self.quarantined += 1
+        self._log.warning("quarantined", key=key, reason=reason, error=message)
 
 
 def _ids(data: bytes, key: str) -> set[str]:

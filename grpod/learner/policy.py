@@ -28,7 +28,7 @@ from grpod.learner.batch import MicroBatch, credit, micro_batches
 from grpod.learner.forward import completion_logprobs, sequence_logprobs
 from grpod.learner.model import Model, load
 from grpod.learner.past import Past, ratio_parts
-from grpod.learner.report import completions, summary
+from grpod.learner.report import step_size, summary
 from grpod.wire.adapter import file_ref
 from grpod.wire.checkpoint import Trainer
 from grpod.wire.keys import ADAPTER_WEIGHTS, OPTIMIZER
@@ -130,7 +130,7 @@ class Policy:
     def step(self, groups: Sequence[Group]) -> StepReport:
         """One optimizer step on all of `groups`, or none at all where there is nothing to train or a number is not finite."""
         learner = self.config.learner
-        metrics = completions(groups) | self._ratio_parts(groups)
+        metrics = step_size(groups) | self._ratio_parts(groups)
         begun = time.perf_counter()
         batches = self._micro_batches(groups)
         if not batches:

@@ -11,7 +11,7 @@ trained again. After (6): nothing is repeated. Every put is fenced by the lease 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
@@ -19,7 +19,7 @@ import anyio
 from grpod.bucket.base import Bucket
 from grpod.errors import AlreadyExists, BucketError
 from grpod.learner.book import Book
-from grpod.learner.checkpoint import collect
+from grpod.learner.checkpoint import delete_checkpoints
 from grpod.learner.versions import Version, Versions
 from grpod.run.notice import Notice
 from grpod.telemetry.log import get_logger
@@ -76,12 +76,14 @@ class Publisher:
         segments: list[str],
         kept: list[str],
         on_landed: Callable[[Version, Snapshot, float], None],
+        fence: Callable[[], Awaitable[None]],
     ) -> None:
+        """`fence`: raises LeaseLost unless the lease is held at this moment."""
         self._bucket, self._id, self._book, self._versions = bucket, identity, book, versions
         self._next_version, self._next_pos = next_version, next_pos
         self.segments = segments  # of the ledger: every key that counts
         self._kept = kept  # checkpoint folders, oldest first
-        self._on_landed = on_landed
+        self._on_landed, self._fence = on_landed, fence
         self._offered: Snapshot | None = None
         self._working = False
         self._notice = Notice()
@@ -90,13 +92,18 @@ class Publisher:
         self.checkpointed_step = -1
         self.latest: Snapshot | None = None  # whose weights are the newest version
         self.origin: Snapshot | None = None  # step 0 of a new run, until a checkpoint holds it or a later one
-        self.failed: Snapshot | None = None  # the last one, if it could not be uploaded
+        self._failed: Snapshot | None = None  # the last one, if it could not be uploaded
         self._complained = False
         self._tried: set[str] = set()  # keys of this epoch that were put, whatever came of it
 
     @property
     def busy(self) -> bool:
         return self._working or self._offered is not None
+
+    def take_failed(self) -> Snapshot | None:
+        """What could not be uploaded, told once."""
+        failed, self._failed = self._failed, None
+        return failed
 
     def offer(self, snapshot: Snapshot) -> None:
         self._offered = snapshot
@@ -112,9 +119,9 @@ class Publisher:
             assert snapshot is not None
             try:
                 await self.upload(snapshot)
-                self.failed, self._complained = None, False
+                self._failed, self._complained = None, False
             except BucketError as error:  # training goes on; the loop offers another snapshot, which goes out under new numbers
-                self.failed = snapshot
+                self._failed = snapshot
                 self._complain("upload_failed", step=snapshot.step, error=str(error))
             finally:
                 self._working = False
@@ -126,7 +133,7 @@ class Publisher:
             await self._checkpoint(self.origin)  # whoever finds a version that was trained finds a checkpoint to resume from
         if snapshot.publish:
             await self._publish(snapshot, begun)
-        if snapshot.checkpoint:
+        if snapshot.checkpoint and snapshot.step > self.checkpointed_step:  # what is durable is not written again
             await self._checkpoint(snapshot)
 
     async def _publish(self, snapshot: Snapshot, begun: float) -> None:
@@ -191,7 +198,22 @@ class Publisher:
         self.segments = segments
         self.checkpointed_step, self.origin = step, None
         self._book.settle(len(snapshot.ends))
-        self._kept = await collect(self._bucket, [*self._kept, keys.checkpoint_folder(step, epoch)], self._id.keep_checkpoints)
+        self._kept.append(keys.checkpoint_folder(step, epoch))
+        await self._collect()
+
+    async def _collect(self) -> None:
+        """Old checkpoints go, once more is known than that the lease held a moment ago: it is beaten and looked at."""
+        keep = self._id.keep_checkpoints
+        old = self._kept[:-keep]
+        if not old:
+            return
+        try:
+            await self._fence()
+            await delete_checkpoints(self._bucket, old)
+        except BucketError as error:  # they are in nobody's way, and are tried again after the next one
+            self._complain("checkpoints_not_deleted", folders=old, error=str(error))
+            return
+        self._kept = self._kept[-keep:]
 
     async def _put(self, items: Mapping[str, bytes]) -> None:
         """Create-only, but for what was tried before: that is this learner's own, and without a manifest nobody has read it."""
@@ -205,6 +227,7 @@ class Publisher:
                     await self._bucket.put(fresh, create=True)
                 if again:
                     await self._bucket.put(again)
+                self._tried -= items.keys()  # it stands, and is never written again
                 return
             except AlreadyExists:  # somebody else's
                 raise

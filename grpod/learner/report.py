@@ -11,20 +11,9 @@ from grpod.config import LossSection
 from grpod.wire.rollout import Group
 
 
-def completions(groups: Sequence[Group]) -> dict[str, float]:
-    """Lengths and the share of truncated ones, over all rollouts of `groups`, trained on or not."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if not rollouts:
-        return {}
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
-    return {
-        "completions/mean_length": sum(lengths) / len(lengths),
-        "completions/min_length": min(lengths),
-        "completions/max_length": max(lengths),
-        "completions/clipped_ratio": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-        "batch/groups_per_step": len(groups),
-        "batch/samples_per_step": len(rollouts),
-    }
+def step_size(groups: Sequence[Group]) -> dict[str, float]:
+    """What went into the step. Lengths and rewards are told of all groups that came, not of these alone (arrivals.py)."""
+    return {"batch/groups_per_step": len(groups), "batch/samples_per_step": sum(len(group.rollouts) for group in groups)}
 
 
 def summary(counts: Mapping[str, float], section: LossSection) -> dict[str, float]:

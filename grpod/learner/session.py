@@ -15,7 +15,7 @@ from anyio.abc import TaskStatus
 from grpod.bucket.base import LOCAL
 from grpod.config import Config
 from grpod.context import Context
-from grpod.errors import AlreadyExists, GrpodError, NotReady
+from grpod.errors import AlreadyExists, BucketError, GrpodError, NotReady
 from grpod.learner.book import Book
 from grpod.learner.checkpoint import Resume
 from grpod.learner.dispatch import Dispatch
@@ -93,6 +93,7 @@ class Session:
             segments=list(resume.manifest.ledger) if resume else [],
             kept=[*resume.older, keys.checkpoint_folder(resume.manifest.step, resume.manifest.epoch)] if resume else [],
             on_landed=self._landed,
+            fence=lambda: _fence(lease),
         )
         self._due = Due(config.learner, step=self._step, resumable_bytes=policy.resumable_bytes)
         self._dispatch = Dispatch(
@@ -140,14 +141,17 @@ class Session:
             tasks.start_soon(self._dispatch.run, self._publisher)
             tasks.start_soon(self._wake_on_stop)
             task_status.started()
+            reason, failure = None, None
             try:
                 with self._recorder:
                     reason = await self._steps()
-            except NotReady:  # how the groups ended is kept all the same
-                await self._end(None)
-                raise
-            await self._end(reason)
+            except NotReady as error:  # how the groups ended is kept all the same
+                failure = error
+            await self._publisher.drain()
             tasks.cancel_scope.cancel()
+        await self._end(reason)  # alone now: nothing else publishes, credits or ends a group any more
+        if failure is not None:
+            raise failure
 
     async def _steps(self) -> str | None:
         """Why the run has ended; None: the process was asked to stop."""
@@ -190,8 +194,8 @@ class Session:
     def _skip(self, taken: list[Pending], report: StepReport) -> None:
         """Its groups gave no finite step. Raises GrpodError when none can any more."""
         self._skipped += 1
-        self._log.error("step_not_finite", step=self._step + 1, **report.metrics)
-        self._feed.drop(taken, "not_finite")
+        self._log.error("step_skipped", step=self._step + 1, reason=report.reason, **report.metrics)
+        self._feed.drop(taken, "not_finite" if report.reason == "not_finite" else "all_masked")
         if self._skipped == _SKIPPED:
             raise GrpodError(f"loss or gradient of {_SKIPPED} steps in a row were not finite: the training has diverged")
 
@@ -223,7 +227,7 @@ class Session:
     async def _snapshot_if_due(self) -> float:
         """Seconds that it kept the loop from its next step: none when the groups for that were not there yet."""
         begun, publisher = anyio.current_time(), self._publisher
-        if (failed := publisher.failed) is not None:
+        if (failed := publisher.take_failed()) is not None:
             self._due.missed(
                 publish=failed.publish and failed.step > publisher.published_step,
                 checkpoint=failed.checkpoint and failed.step > publisher.checkpointed_step,
@@ -238,7 +242,7 @@ class Session:
         return anyio.current_time() - begun if enough else 0.0
 
     async def _snapshot(self, *, publish: bool, checkpoint: bool) -> Snapshot:
-        ends, cursors = tuple(self._book.fresh), self._feed.cursors()
+        ends, cursors = tuple(self._book.fresh), self._feed.roster.cursors()
         granted, ended = dict(self._pacing.granted), dict(self._pacing.ended)
         state, logprobs = await anyio.to_thread.run_sync(
             lambda: (self._policy.snapshot(), self._policy.score(self._probe_ids, adapter=True))
@@ -275,15 +279,17 @@ class Session:
     # ---- the end
 
     async def _end(self, reason: str | None) -> None:
-        """Drain, last checkpoint, and unless the process was only asked to stop: final/."""
-        await self._publisher.drain()
+        """Last version, last checkpoint, and unless the process was only asked to stop: final/."""
         step = self._step
         last = await self._snapshot(
             publish=step > self._publisher.published_step, checkpoint=step > self._publisher.checkpointed_step
         )
         if last.publish or last.checkpoint:
             await self._publisher.upload(last)
-        await self._recorder.writer.flush()
+        try:
+            await self._recorder.writer.flush()
+        except BucketError as error:  # curves with a gap are no reason to leave the run without its end
+            self._log.warning("metrics_not_written", error=str(error))
         if reason is not None:
             await write_final(
                 self._bucket,
@@ -308,3 +314,8 @@ class Session:
 
 def _probe(config: Config, run: Run, policy: Policy) -> list[int]:
     return probe_ids(run.run_id, policy.vocab_size, config.model.max_model_len)
+
+
+async def _fence(lease: Lease) -> None:
+    await lease.beat_now()
+    await lease.verify()

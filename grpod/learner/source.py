@@ -19,12 +19,11 @@ class Source:
     low: int = 0
     done: set[int] = field(default_factory=set)  # numbers > low that are read to the end
     reading: dict[int, set[str]] = field(default_factory=dict)  # number -> its groups that have not ended
-    listed: dict[int, tuple[str, float]] = field(
-        default_factory=dict
-    )  # number -> its tag in a listing, and since when that is so
+    listed: dict[int, tuple[str, float]] = field(default_factory=dict)  # number -> its tag in a listing, and since when
     seen: set[int] = field(default_factory=set)  # its own groups that stand in a readable object
     state: GeneratorState | None = None
     changed_at: float = 0.0  # own monotonic clock: first seen, or the state last changed
+    awake: bool = False  # it has written its state since this learner came
     retired: bool = False
     retired_at: float = 0.0
     settled: bool = False  # retired, and everything it ever said is accounted for
@@ -39,7 +38,7 @@ class Source:
 
     @property
     def live(self) -> bool:
-        return self.state is not None and not self.retired and self.state.ended is None
+        return self.awake and not self.retired and self.state is not None and self.state.ended is None
 
     def show(self, seq: int, tag: str, now: float) -> None:
         """A listing has shown it."""
@@ -48,6 +47,8 @@ class Source:
 
     def wanted(self, settled_at: float) -> list[str]:
         """Keys that may hold something new: what its state tells of, and what a listing has shown unchanged since then."""
+        if self.settled and not self.listed:
+            return []
         next_seq = self.state.next_seq if self.state else 0
         ahead = range(self.low, next_seq + LOOK_AHEAD) if self.state else ()
         settled = [seq for seq, (_, since) in self.listed.items() if since <= settled_at]

@@ -34,6 +34,8 @@ from grpod.wire.tables import decode_metrics
 from tests.fakes import FakeReplica, flat_score
 from tests.models import make_tiny_base
 
+# (max_lag, step_s, latency_s): bound by the learner, by the replica, and near the edge between them
+SETTINGS = ((0, 0.5, 0.5), (1, 0.5, 0.4), (1, 0.5, 1.5), (2, 0.5, 1.2), (4, 0.5, 2.0), (4, 0.25, 1.5))
 GROUPS, GROUP_SIZE, VOCABULARY = 4, 4, 512
 
 
@@ -73,13 +75,13 @@ def score(model: str, token_ids: Sequence[int]) -> list[float]:
 
 
 def ideal_s(steps: int, step_s: float, latency_s: float, max_lag: int) -> float:
-    """From the first publish to the end of the last step."""
+    """From the end of the first step to the end of the last: how a replica comes up is not the loop's affair."""
     published, trained = [0.0], 0.0  # when version v was published
     for step in range(steps):
         begun = published[max(0, step - max_lag)]
         trained = max(trained, begun + latency_s) + step_s
         published.append(trained)
-    return trained
+    return trained - published[1]
 
 
 async def one(bucket: Bucket, folder: Path, *, steps: int, step_s: float, latency_s: float, max_lag: int) -> dict[str, float]:
@@ -110,9 +112,8 @@ async def one(bucket: Bucket, folder: Path, *, steps: int, step_s: float, latenc
                 tasks.start_soon(train)
                 tasks.start_soon(generator.run, ctx)
     steps_at = {row.step: row.time async for row in metric(bucket, "perf/step_s")}
-    first_version_at = min([row.time async for row in metric(bucket, "publish/seconds")])
     dropped = [row.value async for row in metric(bucket, "groups/dropped_total/stale")]
-    wall = steps_at[steps] - first_version_at
+    wall = steps_at[steps] - steps_at[1]
     ideal = ideal_s(steps, step_s, latency_s, max_lag)
     return {
         "max_lag": max_lag,
@@ -142,7 +143,7 @@ async def main(steps: int, kind: str) -> None:
         make_tiny_base(folder / "base")
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(50)))
         (folder / "reward.py").write_text("def reward(completions):\n    return [float(i % 2) for i in range(len(completions))]\n")
-        for max_lag, step_s, latency_s in ((0, 0.2, 0.2), (1, 0.2, 0.15), (1, 0.2, 0.6), (2, 0.2, 0.5), (4, 0.2, 0.6), (4, 0.1, 0.3)):
+        for max_lag, step_s, latency_s in SETTINGS:
             url = folder / f"run-{len(rows)}"
             bucket: Bucket = FileBucket(url) if kind == "file" else MemoryBucket(f"memory://{url.name}")
             row = await one(bucket, folder, steps=steps, step_s=step_s, latency_s=latency_s, max_lag=max_lag)
@@ -154,7 +155,7 @@ async def main(steps: int, kind: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--bucket", choices=["file", "memory"], default="file")
     arguments = parser.parse_args()
     anyio.run(main, arguments.steps, arguments.bucket)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import secrets
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import structlog
 
+from grpod.bucket.base import Bucket
 from grpod.bucket.memory import MemoryBucket
+from grpod.errors import BucketError
 from grpod.learner.book import Book
 from grpod.learner.feed import Feed, Rules
 from grpod.learner.pacing import Pacing
@@ -16,13 +20,14 @@ from grpod.learner.versions import Versions
 from grpod.wire import keys
 from grpod.wire.checkpoint import Cursor
 from grpod.wire.rollout import Drop
+from tests.buckets import FaultyBucket
 from tests.learner.helpers import BASE, RUN, group, lineage, manifest, shipped, state
 
 pytestmark = pytest.mark.anyio
 
 
 class World:
-    def __init__(self, *, cursors: dict[str, Cursor] | None = None, bucket: MemoryBucket | None = None, **rules: Any) -> None:
+    def __init__(self, *, cursors: dict[str, Cursor] | None = None, bucket: Bucket | None = None, **rules: Any) -> None:
         self.now = 0.0
         self.bucket = bucket or MemoryBucket(f"memory://{secrets.token_hex(4)}")
         self.book = Book()
@@ -79,9 +84,9 @@ async def test_a_cursor_moves_on_only_when_every_group_of_an_object_has_ended() 
     taken = world.feed.take(2)
     assert taken is not None
     world.feed.trained(taken[:1], 1)
-    assert world.feed.cursors()["g"] == Cursor(low=0, done=[])
+    assert world.feed.roster.cursors()["g"] == Cursor(low=0, done=[])
     world.feed.trained(taken[1:], 1)
-    assert world.feed.cursors()["g"] == Cursor(low=1, done=[])
+    assert world.feed.roster.cursors()["g"] == Cursor(low=1, done=[])
 
 
 async def test_a_missing_number_holds_up_nobody_and_is_read_when_it_comes() -> None:
@@ -91,7 +96,7 @@ async def test_a_missing_number_holds_up_nobody_and_is_read_when_it_comes() -> N
     taken = world.feed.take(1)
     assert taken is not None
     world.feed.trained(taken, 1)
-    assert world.feed.cursors()["g"] == Cursor(low=0, done=[1])
+    assert world.feed.roster.cursors()["g"] == Cursor(low=0, done=[1])
     await world.ship("g", 0, shipped(group("g/0")))
     await world.feed.poll()
     assert world.feed.num_pending == 1
@@ -125,7 +130,6 @@ async def test_a_restart_does_not_look_at_the_quarantined_again() -> None:
     await world.ship("g", 0, b"")
     await world.feed.poll()
     again = World(bucket=world.bucket)
-    await again.feed._forget_quarantined()
     with structlog.testing.capture_logs() as logs:
         await again.feed.poll()
     assert again.feed.quarantined == 1, "it still counts"
@@ -144,7 +148,6 @@ async def test_one_bad_group_does_not_spoil_the_others_of_its_object() -> None:
     assert world.feed.num_pending == 1
     assert world.book.dropped == {"quarantined": 1}
     again = World(bucket=world.bucket)
-    await again.feed._forget_quarantined()
     await again.feed.poll()
     assert again.feed.num_pending == 1, "a restart reads the good group again"
 
@@ -161,7 +164,7 @@ async def test_a_copy_is_a_duplicate_and_no_second_end() -> None:
     assert world.feed.duplicates == 2
     assert world.book.trained == 1
     assert world.feed.take(1) is None
-    assert world.feed.cursors() == {"g": Cursor(low=2), "other": Cursor(low=1)}
+    assert world.feed.roster.cursors() == {"g": Cursor(low=2), "other": Cursor(low=1)}
 
 
 async def test_drops_of_the_generator_end_with_its_reason() -> None:
@@ -203,14 +206,15 @@ async def test_a_group_becomes_stale_while_it_waits() -> None:
 
 async def test_a_silent_generator_is_retired_and_what_it_had_open_is_lost() -> None:
     world = World()
+    await world.feed.poll()
     await world.state("g", begun=3, open_=["g/1", "g/2"], next_seq=1)
     await world.ship("g", 0, shipped(group("g/0")))
     await world.feed.poll()
-    assert world.feed.live() == ["g"]
+    assert world.feed.roster.live() == ["g"]
     world.now = 31.0
     await world.feed.poll()
-    assert world.feed.live() == []
-    assert world.feed.retired() == ["g"]
+    assert world.feed.roster.live() == []
+    assert world.feed.roster.retired() == ["g"]
     assert world.book.dropped == {"lost": 2}
     assert world.feed.num_pending == 1, "what it had shipped is still used"
 
@@ -230,7 +234,7 @@ async def test_an_object_that_comes_after_the_retirement_is_used_if_its_groups_w
     await world.feed.poll()
     world.now = 31.0
     await world.feed.poll()
-    assert world.feed.retired() == ["g"]
+    assert world.feed.roster.retired() == ["g"]
     await world.ship("g", 0, shipped(group("g/0")))
     await world.feed.poll()
     assert world.feed.num_pending == 1
@@ -256,8 +260,8 @@ async def test_reading_goes_on_from_the_cursor() -> None:
 
 async def test_every_end_returns_its_credit() -> None:
     world = World()
+    await world.feed.poll()
     await world.state("g", begun=2, next_seq=1)
-    world.pacing.granted["g"] = 2
     await world.ship("g", 0, shipped(group("g/0", (1.0, 1.0)), group("g/1")))
     await world.feed.poll()
     assert world.feed.outstanding() == 1
@@ -268,26 +272,68 @@ async def test_every_end_returns_its_credit() -> None:
     assert world.feed.outstanding() == 0
 
 
-async def test_what_nobody_announced_is_read_when_it_has_stood_still_for_a_moment() -> None:
-    """Somebody copies it into the folder: what is seen first may be half of it."""
-    world = World(settle_s=3.0)
-    whole = shipped(group("g/0"))
-    await world.ship("g", 0, whole[: len(whole) // 2])
+async def test_groups_of_one_that_is_gone_are_outstanding_until_they_are_trained() -> None:
+    world = World()
+    await world.ship("gone", 0, shipped(group("gone/0")))
     await world.feed.poll()
-    world.now = 2.0
-    await world.ship("g", 0, whole)
-    await world.feed.poll()
-    world.now = 4.0
-    await world.feed.poll()
-    assert (world.feed.quarantined, world.feed.num_pending) == (0, 0)
-    world.now = 5.0
-    await world.feed.poll()
-    assert (world.feed.quarantined, world.feed.num_pending) == (0, 1)
+    assert world.feed.outstanding() == 1
+    taken = world.feed.take(1)
+    assert taken is not None
+    assert world.feed.outstanding() == 1
+    world.feed.trained(taken, 1)
+    assert world.feed.outstanding() == 0
 
 
-async def test_what_a_state_tells_of_is_read_at_once() -> None:
-    world = World(settle_s=3.0)
-    await world.state("g", begun=1, next_seq=1)
-    await world.ship("g", 0, shipped(group("g/0")))
+async def test_a_state_that_stood_there_before_is_given_credit_only_when_it_beats_again() -> None:
+    world = World()
+    await world.state("dead", begun=4, next_seq=0)
+    await world.state("alive", begun=2, next_seq=0)
+    await world.feed.poll()
+    assert world.feed.roster.live() == []
+    await world.state("alive", begun=2, next_seq=0, counter=2)
+    await world.state("new", begun=0)
+    await world.feed.poll()
+    assert sorted(world.feed.roster.live()) == ["alive", "new"]
+    world.now = 31.0
+    await world.feed.poll()
+    assert "dead" in world.feed.roster.retired()
+
+
+async def test_a_bucket_that_fails_while_an_object_is_read_loses_no_group_of_it() -> None:
+    bucket = FaultyBucket(MemoryBucket(f"memory://{secrets.token_hex(4)}"))
+    world = World(bucket=bucket)
+    old = manifest(0, epoch=1, sha256="b" * 64).model_copy(update={"version": 7, "pos": 0})
+    await bucket.put({keys.adapter(7, 1, keys.MANIFEST): old.encode()})
+    await world.ship("g", 0, shipped(group("g/0"), group("g/1", version=7, adapter_sha256="b" * 64)))
+    bucket.spoil("get", r"adapters/.*", times=1)
+    with pytest.raises(BucketError):
+        await world.feed.poll()
+    await world.feed.poll()
+    assert world.feed.num_pending == 2
+
+
+async def test_an_object_that_cannot_be_put_into_quarantine_holds_up_no_other_and_is_told_once() -> None:
+    bucket = FaultyBucket(MemoryBucket(f"memory://{secrets.token_hex(4)}"))
+    world = World(bucket=bucket)
+    await world.ship("g", 0, b"")
+    await world.ship("g", 1, shipped(group("g/1")))
+    bucket.spoil("put", r"quarantine/.*", times=2)
+    for _ in range(2):
+        with pytest.raises(BucketError):
+            await world.feed.poll()
+    assert world.feed.num_pending == 1
+    assert world.feed.quarantined == 0
+    await world.feed.poll()
+    assert world.feed.quarantined == 1
+
+
+async def test_a_broken_copy_in_a_foreign_folder_ends_nobody_elses_groups() -> None:
+    world = World()
+    good = shipped(group("g/0"))
+    table = pq.read_table(io.BytesIO(good))
+    out = io.BytesIO()
+    pq.write_table(table.drop_columns(["generator_logprobs"]), out)
+    await world.ship("a", 0, out.getvalue())
+    await world.ship("g", 0, good)
     await world.feed.poll()
     assert world.feed.num_pending == 1
