@@ -165,6 +165,40 @@ async def test_groups_whose_reward_fails_are_dropped_and_the_others_train(tmp_pa
     assert (found.violations, found.groups.trained) == ([], 5)
 
 
+FLAT_FIRST = """
+def reward(prompts, completions, **_):
+    return [1.0 if "flat" in prompts[0] else float(i % 2) for i, _ in enumerate(completions)]
+"""
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_groups_without_a_spread_free_their_room_at_once(tmp_path: Path, tiny_base: Path, max_lag: int) -> None:
+    rows = [{"prompt": f"flat {n}"} for n in range(200)] + [{"prompt": f"good {n}"} for n in range(20)]
+    async with liar() as replica:
+        outcome = await loop(
+            tmp_path,
+            tiny_base,
+            replica,
+            prompts=rows,
+            reward=FLAT_FIRST,
+            learner={"steps": 2, "groups_per_step": 4},
+            run={"max_lag": max_lag},
+        )
+    assert outcome.error is None
+    ends = Counter(end.reason or end.end for end in await outcome.ends())
+    assert (ends["zero_spread"], ends["trained"]) == (200, 8)
+
+
+async def test_a_run_in_which_no_group_ever_has_a_spread_says_so_and_ends_with_75(tmp_path: Path, tiny_base: Path) -> None:
+    async with liar() as replica:
+        outcome = await loop(
+            tmp_path, tiny_base, replica, prompts=[{"prompt": "flat"}], reward=FLAT_FIRST, learner={"give_up_after": 60}
+        )
+    assert isinstance(outcome.error, NotReady)
+    assert "gave nothing to learn from" in str(outcome.error)
+    assert "zero_spread" in str(outcome.error)
+
+
 # ---- answers
 
 
