@@ -40,9 +40,12 @@ class Past:
 def ratio_parts(now_N: Sequence[Tensor], then_N: Sequence[Tensor], generator_N: Sequence[Tensor]) -> dict[str, float]:
     """Log-probs of the same trained tokens, by micro-batch: of the present weights, of the version's, and as sampled."""
     metrics = {}
-    for name, above, below in (("ratio_lag", now_N, then_N), ("ratio_mismatch", then_N, generator_N)):
+    for mean, outside, above, below in (
+        ("ratio_lag/mean", "ratio_lag/outside", now_N, then_N),
+        ("ratio_mismatch/mean", "ratio_mismatch/outside", then_N, generator_N),
+    ):
         pairs = zip(above, below, strict=True)
         ratios = [r for a, b in pairs for r in (a - b).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().tolist()]
-        metrics[f"{name}/mean"] = sum(ratios) / len(ratios)
-        metrics[f"{name}/outside"] = sum(not BAND[0] <= r <= BAND[1] for r in ratios) / len(ratios)
+        metrics[mean] = sum(ratios) / len(ratios)
+        metrics[outside] = sum(not BAND[0] <= r <= BAND[1] for r in ratios) / len(ratios)
     return metrics

@@ -1,19 +1,14 @@
-"""Every metric of a run, once: its name, unit, kind and meaning. The README's table and `/metrics` are made from here.
+"""Every metric of a run, once: its name, unit, kind and meaning. The README's table is made from here.
 
 Names are TRL's where the meaning is the same, so that dashboards keep working. `<…>` stands for any word: one metric for each
-reward function or drop reason; in Prometheus' text it becomes a label.
+reward function or drop reason.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric as Family
 
 _PLACE = re.compile(r"<(\w+)>")
 
@@ -88,11 +83,7 @@ METRICS: Final = (
     _gauge("version", "", "policy version that was published last"),
     _gauge("lag/mean", "publishes", "mean lag of the step's groups"),
     _gauge("lag/max", "publishes", "greatest lag of the step's groups: at most run.max_lag"),
-    _gauge("sample/staleness_mean", "publishes", "lag/mean under TRL's name"),
-    _gauge("sample/staleness_max", "publishes", "lag/max under TRL's name"),
     _gauge("sample/rollout_queue_size", "groups", "admitted and not yet trained"),
-    _gauge("sample/time_in_queue_s", "s", "from a group's admission to its step, on average"),
-    _counter("sample/dropped_stale_total", "groups", "dropped because their lag was above run.max_lag"),
     # how groups end
     _counter("groups/trained_total", "groups", "ended as trained"),
     _counter("groups/dropped_total/<reason>", "groups", "ended as dropped, by reason"),
@@ -104,9 +95,6 @@ METRICS: Final = (
     _gauge("perf/fwd_s", "s", "forward passes alone"),
     _gauge("perf/optimizer_s", "s", "the optimizer's update"),
     _gauge("perf/rollout_wait_s", "s", "waiting for enough groups before the step"),
-    _gauge("perf/weight_sync_s", "s", "publish/blocked_s under TRL's name"),
-    _gauge("perf/mfu_fwd_bwd", "share", "of the device's peak FLOP/s, during the passes"),
-    _gauge("perf/mfu_wall_clock", "share", "of the device's peak FLOP/s, over the whole turn"),
     _gauge("publish/seconds", "s", "from a version's snapshot to its manifest in the bucket"),
     _gauge("publish/blocked_s", "s", "training stood still for a snapshot; the upload goes on beside it"),
     # generators
@@ -128,33 +116,6 @@ _EXACT: Final = {metric.name: metric for metric in METRICS if metric.label is No
 def describe(name: str) -> Metric:
     """Raises `KeyError` for a name that the table does not have."""
     return _match(name)[0]
-
-
-def prometheus_text(values: Mapping[str, float], *, labels: Mapping[str, str] | None = None) -> bytes:
-    """Named values as Prometheus reads them: `reward` is `grpod_reward`, `rewards/math` is `grpod_rewards{name="math"}`."""
-    registry = CollectorRegistry()
-    registry.register(_Values(values, dict(labels or {})))
-    return generate_latest(registry)
-
-
-class _Values:
-    def __init__(self, values: Mapping[str, float], labels: dict[str, str]) -> None:
-        self._values = values
-        self._labels = labels
-
-    def collect(self) -> Iterator[Family]:
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for name, value in self._values.items():
-            metric, word = _match(name)
-            labels = self._labels | ({metric.label: word} if metric.label else {})
-            family = families.get(metric.name)
-            if family is None:
-                kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-                plain = "grpod_" + re.sub(r"[^a-z0-9]+", "_", _PLACE.sub("", metric.name)).strip("_")
-                unit = f" ({metric.unit})" if metric.unit else ""
-                family = families[metric.name] = kind(plain, f"{metric.help}{unit}", labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-        yield from families.values()
 
 
 def _match(name: str) -> tuple[Metric, str]:

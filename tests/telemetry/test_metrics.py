@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from prometheus_client.parser import text_string_to_metric_families
+import ast
+from pathlib import Path
 
-from grpod.telemetry.metrics import METRICS, describe, prometheus_text
+import pytest
+
+from grpod.telemetry.metrics import METRICS, describe
+
+GRPOD = Path(__file__).resolve().parents[2] / "grpod"
 
 
 def test_every_metric_is_there_once_and_says_what_it_is():
@@ -28,16 +32,13 @@ def test_a_name_is_found_alone_or_in_its_family():
             describe(name)
 
 
-def test_every_metric_is_exported_with_its_labels():
-    values = {metric.name.replace("<name>", "math").replace("<reason>", "stale"): i + 0.5 for i, metric in enumerate(METRICS)}
-    text = prometheus_text(values | {"rewards/fmt": -1.0}, labels={"who": "learner-e1"}).decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    assert len(samples) == len(METRICS) + 1
-    assert all(sample.labels["who"] == "learner-e1" for sample in samples)
-    found = {(s.name, s.labels.get("name") or s.labels.get("reason")): s.value for s in samples}
-    assert found["grpod_reward", None] == values["reward"]
-    assert (found["grpod_rewards", "math"], found["grpod_rewards", "fmt"]) == (values["rewards/math"], -1.0)
-    assert found["grpod_groups_dropped_total", "stale"] == values["groups/dropped_total/stale"]
-    assert found["grpod_groups_trained_total", None] == values["groups/trained_total"]
-    assert "# TYPE grpod_lag_mean gauge" in text
-    assert "# HELP grpod_perf_step_s one optimizer step, from its groups to the next wait (s)" in text
+def test_every_metric_is_emitted_somewhere() -> None:
+    """Its name, or what its family's name begins with, stands in the code beside the table."""
+    texts = {
+        node.value
+        for path in GRPOD.rglob("*.py")
+        if path.name != "metrics.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert [metric.name for metric in METRICS if metric.name.partition("<")[0] not in texts] == []
