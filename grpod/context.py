@@ -28,16 +28,15 @@ class Stopping:
     def __init__(self) -> None:
         self._event = anyio.Event()
         self.reason = ""
-        self.ends_run = False  # a stop request in the bucket ends the run; a signal ends this process only
 
     @property
     def requested(self) -> bool:
         return self._event.is_set()
 
-    def request(self, reason: str, *, ends_run: bool = False) -> None:
+    def request(self, reason: str) -> None:
         """The first reason stays."""
         if not self.requested:
-            self.reason, self.ends_run = reason, ends_run
+            self.reason = reason
             self._event.set()
 
     async def wait(self) -> None:

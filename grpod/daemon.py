@@ -30,7 +30,7 @@ from grpod.bucket.base import LOCAL, Bucket
 from grpod.bucket.open import open_bucket
 from grpod.config import Config
 from grpod.context import Context, Stopping, Takeover
-from grpod.ending import HardEnd, at_once, blame, report
+from grpod.ending import HardEnd, at_once, blame, cancel_after_s, report
 from grpod.errors import BucketError, GrpodError, NotReady
 from grpod.imports import IMPORTING
 from grpod.telemetry import log as logs
@@ -184,7 +184,7 @@ async def _grace(ctx: Context, roles: Sequence[_Role], work: anyio.CancelScope, 
     await ctx.stop.wait()
     log.info("stopping", reason=ctx.stop.reason, grace_s=grace_s, next_signal="ends it at once")
     hard_end.arm(grace_s, None)
-    await anyio.sleep(grace_s - min(3.0, grace_s / 5))  # what is cancelled needs a moment, and has to be gone in time
+    await anyio.sleep(cancel_after_s(grace_s))
     log.warning("grace_over", still_running=[role.name for role in roles if role.running])
     work.cancel()
 
@@ -231,7 +231,7 @@ class _StopWatch:
                     known = found
                     task_status.started()
                 if found - known:
-                    self.stop.request(f"stop request {min(found - known)}", ends_run=True)
+                    self.stop.request(f"stop request {min(found - known)}")
                     return
                 await anyio.sleep(self.least_s)
                 await self.bucket.changed(self.most_s - self.least_s)

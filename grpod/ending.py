@@ -2,8 +2,8 @@
 
     an error           a GrpodError in one line, anything else with its traceback      the code of the first one raised
     a second signal    at once
-    nothing moves      at once, a moment after the grace period: a thread in a long step cannot be cancelled, and the bucket
-                       has everything that counts
+    nothing moves      at once, a moment before the grace period is over, as what has asked for the end kills then: a thread in
+                       a long step cannot be cancelled, and the bucket has everything that counts
 
 Children need no goodbye: their reaper ends them when our pipe closes.
 """
@@ -20,7 +20,7 @@ from grpod.errors import GrpodError
 from grpod.telemetry import log as logs
 
 log = logs.get_logger()
-MARGIN_S = 2.0
+MARGIN_S = 0.5
 
 
 def exit_code(error: BaseException) -> int:
@@ -62,6 +62,15 @@ def at_once(signum: int, frame: object) -> None:
     os._exit(128 + signum)
 
 
+def cancel_after_s(grace_s: float) -> float:
+    """What is cancelled needs a moment, and has to be gone before the process is ended by force."""
+    return grace_s - min(3.0, grace_s / 5)
+
+
+def force_after_s(grace_s: float) -> float:
+    return grace_s - min(MARGIN_S, grace_s / 20)
+
+
 class HardEnd:
     """Armed when the end has begun, disarmed when it is reached; else it ends the process from a thread of its own."""
 
@@ -73,7 +82,7 @@ class HardEnd:
         """`error`: why it ends; None: it was asked to, which is exit code 0 also when a role did not make it in time."""
         self._error = self._error or error
         if self._timer is None:
-            self._timer = threading.Timer(grace_s + MARGIN_S, self._end)
+            self._timer = threading.Timer(force_after_s(grace_s), self._end)
             self._timer.daemon = True
             self._timer.start()
 

@@ -39,9 +39,9 @@ async def _together(ctx: Context, name: str) -> None:
 async def drains(ctx: Context, *, index: int | None, task_status: Status) -> None:
     """A good role: ready at once, ends when it is asked to."""
     task_status.started()
-    log.info("serving", index=index, roles=list(ctx.roles), ends_run=ctx.stop.ends_run)
+    log.info("serving", index=index, roles=list(ctx.roles))
     await ctx.stop.wait()
-    log.info("drained", ends_run=ctx.stop.ends_run)
+    log.info("drained")
 
 
 async def deaf(ctx: Context, *, index: int | None, task_status: Status) -> None:

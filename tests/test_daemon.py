@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpod.ending import exit_code
+from grpod.ending import cancel_after_s, exit_code, force_after_s
 from grpod.errors import BucketError, LeaseLost, NotReady
 from grpod.wire import keys
 from grpod.wire.run import Stop
@@ -179,24 +179,28 @@ def test_a_proxy_alone_serves_until_it_is_stopped_without_a_bucket_too(start: An
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stop_request_ends_the_run_and_one_from_before_does_not(start: Any, tmp_path: Path) -> None:
+def test_a_stop_request_lets_every_role_drain_and_one_from_before_does_not(start: Any, tmp_path: Path) -> None:
     control = tmp_path / "run" / "control"
     control.mkdir(parents=True)
     request = Stop(created_at=time.time()).encode()
     (tmp_path / "run" / keys.stop("0ld")).write_bytes(request)
     daemon = start("learner=drains", "proxy=drains")
-    assert daemon.until("serving")["ends_run"] is False
     daemon.until("ready")
     (control / "new").write_bytes(request)
     (control / "new").rename(tmp_path / "run" / keys.stop("ab12"))
     assert daemon.end() == 0
     assert daemon.events("stopping")[0]["reason"] == "stop request control/stop-ab12.json"
-    assert all(event["ends_run"] for event in daemon.events("drained"))
+    assert {event["role"] for event in daemon.events("drained")} == {"learner", "proxy"}
 
 
 def test_a_signal_while_it_is_still_starting_exits_0(start: Any) -> None:
     daemon = start("learner=spawns", "proxy=drains")
     assert daemon.end() == 0
+
+
+@pytest.mark.parametrize("grace_s", [0.1, 0.5, 1.0, 10.0, 30.0, 3600.0])
+def test_the_end_by_force_comes_after_the_cancellation_and_within_the_grace_period(grace_s: float) -> None:
+    assert 0 < cancel_after_s(grace_s) < force_after_s(grace_s) < grace_s
 
 
 def test_the_first_error_decides_not_what_its_cancellation_brought_about() -> None:

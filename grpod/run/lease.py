@@ -19,11 +19,12 @@ from typing import Any
 import anyio
 
 from grpod.bucket.base import Bucket, Object, ObjectMeta
+from grpod.context import Takeover
 from grpod.errors import BucketError, LeaseLost
 from grpod.run.claims import SETTLE_S, place_claim, read_claims
 from grpod.run.lineage import Lineage
 from grpod.run.process import this_holder
-from grpod.run.waiting import Clock, RunEnded, StopSignal, Takeover, read_beat, until_free
+from grpod.run.waiting import Clock, RunEnded, StopSignal, read_beat, until_free
 from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.lease import Beat, Claim, ResumedFrom

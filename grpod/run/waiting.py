@@ -13,11 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import anyio
 
 from grpod.bucket.base import Bucket
+from grpod.context import Takeover
 from grpod.errors import BucketError, LeaseLost, NotFound
 from grpod.run.claims import read_claims
 from grpod.run.lineage import Lineage
@@ -26,7 +27,6 @@ from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.lease import Beat, Claim
 
-Takeover = Literal["wait", "exit"]
 _LOOKS_PER_TTL = 6
 _PROCESS_LOOK_S = 1.0  # is its process there? Costs no call to the bucket
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
