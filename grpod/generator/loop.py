@@ -10,6 +10,7 @@ It ends when final/ stands, or drains when it is asked to stop: begins nothing, 
 
 from __future__ import annotations
 
+import math
 import secrets
 import tempfile
 from contextlib import AsyncExitStack, suppress
@@ -42,7 +43,7 @@ from grpod.telemetry.log import get_logger
 from grpod.wire.rollout import Drop
 
 _AUTO_IN_FLIGHT = 32  # groups at one replica
-_DRAIN = 0.6  # of the grace period; the rest is for shipping, and for the replica to end
+_DRAIN, _SHIP = 0.6, 0.75  # of the grace period, until groups are cut off and shipping ends; the rest is the replica's
 
 
 async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -117,6 +118,7 @@ class Generator:
         self._log = get_logger()
         self._trust = {station: Trust(patience_s=shop.config.run.startup_timeout_s) for station in stations}
         self._failure: GrpodError | None = None  # what ends this generator, once all that it knows is shipped
+        self._ship_until = math.inf  # how long what is ready is tried to be shipped, once it has ended
         self._credit_at = 0.0  # when there was credit last
         self.name = name
         self.ended = ""
@@ -134,7 +136,7 @@ class Generator:
                 base_fingerprint=self._shop.run.base_fingerprint,
                 device=",".join(self._shop.config.generator.devices) or self._shop.config.generator.engine,
                 notice=self._notice,
-                hurry=lambda: self._hurry(outbox),  # noqa: B023  # called only while this outbox lives
+                awaited=lambda: self._awaited(outbox),  # noqa: B023  # called only while this outbox lives
                 describe=self._describe,
             )
             async with anyio.create_task_group() as beside:
@@ -143,6 +145,7 @@ class Generator:
                     tasks.start_soon(outbox.run)
                     async with anyio.create_task_group() as groups:
                         await self._begin_groups(outbox, groups)
+                        self._ship_until = anyio.current_time() + self._shop.config.run.grace_s
                         if self._ctx.stop.requested:
                             await self._drain(outbox, groups)
                         else:
@@ -150,8 +153,8 @@ class Generator:
                     for group_id in sorted(outbox.open) if self._ctx.stop.requested or self._failure else ():
                         outbox.give_up(Drop(group_id=group_id, reason="interrupted"))
                     outbox.close(self.ended or "retired", hopeless=isinstance(self._failure, RewardsUseless))
-                    if self._failure:  # told for the time of a stop; a bucket that is away does not keep it
-                        tasks.cancel_scope.deadline = anyio.current_time() + self._shop.config.run.grace_s
+                    if self.ended:  # a bucket that is away does not keep it
+                        tasks.cancel_scope.deadline = self._ship_until
                 beside.cancel_scope.cancel()
             if self._failure:
                 raise self._failure
@@ -244,6 +247,7 @@ class Generator:
 
     async def _drain(self, outbox: Outbox, groups: TaskGroup) -> None:
         grace_s = _DRAIN * self._shop.config.run.grace_s
+        self._ship_until = anyio.current_time() + _SHIP * self._shop.config.run.grace_s
         self._log.info("draining", in_flight=outbox.in_flight, grace_s=grace_s)
         with anyio.move_on_after(grace_s):
             await self._notice.until(lambda: outbox.in_flight == 0 or self._follower.view.ended)
@@ -259,12 +263,13 @@ class Generator:
                 return station, served
         return None
 
-    def _hurry(self, outbox: Outbox) -> bool:
+    def _awaited(self, outbox: Outbox) -> int:
+        """Groups that somebody waits for: the learner, or this generator for new credit."""
         state = self._follower.view.state
         if state is None:
-            return False
+            return 0
         spent = outbox.begun >= state.credits.get(outbox.name, 0) and outbox.in_flight == 0
-        return state.waiting_for > 0 or spent
+        return max(state.waiting_for, int(spent))
 
     def _describe(self) -> tuple[list[str], list[str]]:
         resident = {f"{v}-{e}" for station in self._stations if station.adapters for v, e in station.adapters.resident}
