@@ -5,14 +5,23 @@ pytest-asyncio is in strict mode (pyproject.toml): it runs only tests marked `as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def logs_as_by_default() -> Iterator[None]:
+    """A command that runs in a test's process sets what is logged, for all of it: the next test would see fewer events."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
