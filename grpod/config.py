@@ -46,11 +46,14 @@ class RunSection(Section):
     bucket: str = local(
         "", doc="URL of the run's folder: file:///path, hf://buckets/ns/name/folder, s3://…; memory:// for tests"
     )
-    name: str = local("", doc="a label for logs and trackers; not unique")
+    name: str = local("", doc="a label in every line of the log; not unique")
     max_lag: Int = agreed(4, ge=0, doc="largest lag, in publishes, that is trained on; 0 is on-policy")
     create_bucket: bool = local(True, doc="create the bucket when it is missing")
     from_: str = Field(
-        "", alias="from", description="URL of a run or adapter folder to begin from", json_schema_extra={"agreed": True}
+        "",
+        alias="from",
+        description="URL of a run or adapter folder to begin from; not in this build yet",
+        json_schema_extra={"agreed": True},
     )
     startup_timeout_s: Float = local(600.0, gt=0, doc="how long a role waits for what it depends on, then exit 75")
     grace_s: Float = local(30.0, gt=0, doc="how long a role may take to end after a signal")
@@ -117,11 +120,9 @@ class GeneratorSection(Section):
     group_size: Int = agreed(8, ge=2, doc="rollouts that share a prompt")
     sampling: SamplingSection = agreed(SamplingSection(), doc="how completions are drawn")
     max_in_flight: Count | Literal["auto"] = local("auto", doc="groups in flight at a replica")
-    devices: list[str] = local([], doc="one replica each, as CUDA names them; empty: one replica on what there is")
+    devices: list[str] = local([], doc="one replica each, such as cuda:0; empty: one replica, embedded on the CPU")
     advertise: str = local("", doc="URL under which the proxy reaches the replica; empty: it is not registered")
-    idle_exit_s: Float | None = local(
-        None, gt=0, doc="end when there was no credit for so long; default 1800 in Jobs, never elsewhere"
-    )
+    idle_exit_s: Float | None = local(None, gt=0, doc="end when there was no credit for so long; empty: never by itself")
     reward_workers: Int = local(2, ge=1, doc="processes that score")
     ship_every_s: Float = local(5.0, gt=0, doc="upper bound of the time that a finished group waits to be shipped")
     state_every_s: Float = local(5.0, gt=0, doc="heartbeat")
@@ -165,7 +166,7 @@ class LearnerSection(Section):
 
 class ProxySection(Section):
     listen: str = local("127.0.0.1:8000", doc="host:port; port 0 takes a free one")
-    url: str = local("", doc="where others find it; default: state/proxy.json")
+    url: str = local("", doc="where generators find it; empty: as state/proxy.json says")
     replicas: list[str] = local([], doc="URLs of replicas that the proxy owns")
     mount: str = local("", doc="folder on the replicas' hosts under which adapters lie")
     quorum: Count | Literal["majority", "all"] = local("majority", doc="replicas that must answer a broadcast")
@@ -176,8 +177,8 @@ class ProxySection(Section):
 class TelemetrySection(Section):
     log_level: Literal["debug", "info", "warning", "error"] = local("info", doc="the least that is logged")
     log_format: Literal["auto", "console", "json"] = local("auto", doc="auto: lines on a terminal, JSON elsewhere")
-    sinks: list[str] = local([], doc="trackers beside the bucket; none yet")
-    price_per_hour: Float | None = local(None, ge=0, doc="of all machines together; status then tells the cost")
+    sinks: list[str] = local([], doc="trackers beside the bucket; not in this build yet")
+    price_per_hour: Float | None = local(None, ge=0, doc="of all machines together; not in this build yet")
 
 
 class Config(Section):

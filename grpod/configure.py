@@ -172,11 +172,20 @@ def check_roles(config: Config, roles: Sequence[str], *, path: Path | None = Non
     if missing:
         words = ", ".join(f"{key} ({why})" for key, why in missing.items())
         raise ConfigError(f"{f'{path}: ' if path else ''}missing for {' and '.join(sorted(kinds))}: {words}")
+    not_yet = {
+        "run.from": bool(config.run.from_) and "learner" in kinds,
+        "telemetry.sinks": bool(config.telemetry.sinks),
+        "telemetry.price_per_hour": config.telemetry.price_per_hour is not None,
+    }
+    if any(not_yet.values()):
+        words = ", ".join(key for key, asked in not_yet.items() if asked)
+        raise ConfigError(f"{f'{path}: ' if path else ''}not in this build yet: {words}; leave it out")
     devices = config.generator.devices
     for role in roles:
-        _, _, index = role.partition("-")
-        if index and devices and int(index) >= len(devices):
-            raise ConfigError(f"{role}: generator.devices names {len(devices)} ({', '.join(devices)}), counted from 0")
+        kind, _, index = role.partition("-")
+        if kind == "generator" and index and int(index) >= len(devices):
+            named = f"names {len(devices)} ({', '.join(devices)}), counted from 0" if devices else "is empty: name one for each"
+            raise ConfigError(f"{role}: generator.devices {named}")
 
 
 def agreed_values(config: Config) -> dict[str, Any]:

@@ -95,6 +95,8 @@ async def _root(
     config: Config, folder: Path, names: tuple[str, ...], takeover: Takeover, table: Mapping[str, str], hard_end: HardEnd
 ) -> None:
     stop = Stopping()
+    if config.run.name:
+        structlog.contextvars.bind_contextvars(run=config.run.name)
     async with anyio.create_task_group() as root:
         await root.start(_signals, stop)
         bucket = _open(config, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_a_run_begun_without_data_has_agreed_on_none() -> None:
         ([*SETS, "generator.engine=remote"], ["generator"], ["generator.remote.url"]),
         ([*SETS, "generator.devices=0,1"], ["generator-1"], []),
         ([*SETS, "generator.devices=0,1"], ["generator-2"], ["generator.devices names 2"]),
-        (SETS, ["generator-2"], []),
+        (SETS, ["generator-2"], ["generator.devices is empty"]),
     ],
 )
 def test_each_role_asks_only_for_what_it_needs(sets: list[str], roles: list[str], missing: list[str]) -> None:
@@ -164,6 +165,49 @@ def test_each_role_asks_only_for_what_it_needs(sets: list[str], roles: list[str]
         configure.check_roles(config, roles)
     for name in ("model.base", "data.source", "rewards", "run.bucket", "generator.remote.url", *missing):
         assert (name in str(error.value)) == (name in missing)
+
+
+@pytest.mark.parametrize(
+    ("given", "roles", "refused"),
+    [
+        ("run.from=memory://old", ["learner"], True),
+        ("run.from=memory://old", ["generator"], False),  # it stands in the run.json that is joined
+        ("telemetry.sinks=wandb", ["proxy"], True),
+        ("telemetry.price_per_hour=2.5", ["generator"], True),
+        ("run.name=", ["learner", "generator", "proxy"], False),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_not_ignored(given: str, roles: list[str], refused: bool) -> None:
+    config = load(given)
+    if not refused:
+        configure.check_roles(config, roles)
+        return
+    with pytest.raises(ConfigError, match=f"not in this build yet: {given.partition('=')[0]};"):
+        configure.check_roles(config, roles)
+
+
+@pytest.mark.parametrize("devices", ["[]", "[cuda:0]"])
+def test_an_index_without_a_device_is_told(devices: str) -> None:
+    config = load(f"generator.devices={devices}")
+    configure.check_roles(config, ["generator"])
+    if devices != "[]":
+        configure.check_roles(config, ["generator-0"])
+    with pytest.raises(ConfigError, match=r"generator-1: generator\.devices"):
+        configure.check_roles(config, ["generator-1"])
+
+
+def test_every_key_is_read_by_something() -> None:
+    """An attribute of its name stands in the code; a key that nothing reads would be ignored in silence."""
+    folder = Path(configure.__file__).parent
+    read = {
+        node.attr
+        for path in folder.rglob("*.py")
+        if path.name != "config.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    names = [(key.name, "from_" if key.path[-1] == "from" else key.path[-1]) for key in leaves()]
+    assert [name for name, attribute in names if attribute not in read] == []
 
 
 def test_the_table_has_every_key_once_with_a_meaning() -> None:

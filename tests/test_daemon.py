@@ -86,6 +86,14 @@ def test_a_role_gets_its_index_and_says_whose_line_it_is(start: Any) -> None:
     assert daemon.end() == 0
     serving = {event["role"]: event["index"] for event in daemon.events("serving")}
     assert serving == {"generator-1": 1, "learner": None}
+    assert "run" not in daemon.events("serving")[0]
+
+
+def test_a_runs_name_stands_in_every_line(start: Any) -> None:
+    daemon = start("learner=done", "run.name=the fifth try")
+    assert daemon.end() == 0
+    for event in ("starting", "role_ended", "ended"):
+        assert daemon.events(event)[0]["run"] == "the fifth try"
 
 
 def test_a_role_that_does_not_hear_is_cancelled_before_the_grace_period_is_over(start: Any) -> None:
