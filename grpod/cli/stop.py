@@ -1,4 +1,4 @@
-"""`grpod stop URL`: asks every role of a run to drain and exit; starting them again resumes it. They see the request in the bucket."""
+"""`grpod stop URL`: asks every role of a run to drain and exit. They see it in the bucket; started again, they resume."""
 
 from __future__ import annotations
 
