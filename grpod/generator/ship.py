@@ -62,14 +62,16 @@ class Outbox:
         notice: Notice,
         awaited: Callable[[], int],
         describe: Callable[[], tuple[list[str], list[str]]],
+        epoch: Callable[[], int],
     ) -> None:
-        """`awaited`: groups that somebody waits for. `describe`: (resident versions, refused versions)."""
+        """`awaited`: groups that somebody waits for. `describe`: (resident versions, refused versions). `epoch`: of the
+        learner that is followed: a new one gives credit to who tells it that it lives."""
         self.name = name
         self.begun = 0
         self.open: set[str] = set()  # begun and not shipped
         self.reasons: dict[str, int] = {}
         self._bucket, self._config, self._fingerprint, self._device = bucket, config, base_fingerprint, device
-        self._notice, self._awaited, self._describe = notice, awaited, describe
+        self._notice, self._awaited, self._describe, self._epoch = notice, awaited, describe, epoch
         self._ready: list[_Ready] = []
         self._sealed: _Sealed | None = None
         self._next_seq = 0
@@ -78,6 +80,7 @@ class Outbox:
         self._started_at = time.time()
         self._stated_at = float("-inf")
         self._refused: list[str] = []  # versions, as the state tells
+        self._told_epoch = -1  # to which the newest state was written
         self._closing: str | None = None
         self._hopeless = False
         self._log = get_logger(generator=name)
@@ -140,7 +143,7 @@ class Outbox:
             try:
                 if due_s <= 0 and self._unstated < _UNSTATED:
                     await self._ship()
-                elif self._unstated or now - self._stated_at >= period or self._describe()[1] != self._refused:
+                elif self._unstated or now - self._stated_at >= period or self._news():
                     await self._state()
                 else:
                     await self._notice.wait(min(due_s, self._stated_at + period - now))
@@ -151,6 +154,9 @@ class Outbox:
                     self._log.warning("not_shipped", groups=len(self._ready), error=str(error))
                 failing = True
                 await anyio.sleep(_AGAIN_S)
+
+    def _news(self) -> bool:
+        return self._describe()[1] != self._refused or self._epoch() != self._told_epoch
 
     def close(self, reason: str, *, hopeless: bool = False) -> None:
         """Ship what is ready, tell why it ended, and be done. `hopeless`: no other generator of this run will do better."""
@@ -204,6 +210,7 @@ class Outbox:
         self._counter += 1
         unstated = self._unstated
         resident, refused = self._describe()
+        epoch = self._epoch()
         state = GeneratorState(
             generator=self.name,
             counter=self._counter,
@@ -221,5 +228,5 @@ class Outbox:
             period_s=self._config.generator.state_every_s,
         )
         await self._bucket.put({keys.generator_state(self.name): state.encode()})
-        self._stated_at, self._refused = anyio.current_time(), refused
+        self._stated_at, self._refused, self._told_epoch = anyio.current_time(), refused, epoch
         self._unstated -= unstated

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -18,30 +17,6 @@ from torch import Tensor
 
 from grpod.errors import ConfigError
 from grpod.wire.keys import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-
-# field of adapter_config.json -> the values that leave it plain LoRA
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": (None, "none"),
-    "use_dora": (None, False),
-    "use_rslora": (None, False),
-    "use_qalora": (None, False),
-    "use_bdlora": (None, False),
-    "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "layer_replication": (None, []),
-    "layers_to_transform": (None, []),
-    "exclude_modules": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "megatron_config": (None, {}),
-    # others change the base model's weights when they are applied; these do not
-    "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
-}
 
 
 def encode(tensors: Mapping[str, Tensor], *, rank: int, alpha: float, targets: Sequence[str], base: str) -> dict[str, bytes]:
@@ -89,11 +64,3 @@ def decode(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"{path}: tensor {unknown[0]} has no place in this model; was it made with other lora.target_modules?"
         )
     return tensors
-
-
-def check_plain(config: Mapping[str, Any], where: str) -> None:
-    """Raises `ConfigError` naming the first field of an `adapter_config.json` that would not be served as it was trained."""
-    for name, allowed in _PLAIN.items():
-        value = config.get(name)
-        if not any(value == plain and isinstance(value, type(plain)) for plain in allowed):
-            raise ConfigError(f"{where}: {name} {value!r} cannot be served as it is trained; only plain LoRA can")

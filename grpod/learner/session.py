@@ -35,6 +35,7 @@ from grpod.wire.adapter import Lora
 from grpod.wire.run import Run
 
 LoadPolicy = Callable[[Config, Path, int], Policy]
+_SETTLE_S = 3.0  # for what others copy into a folder by hand; every other store shows whole objects only
 _SKIPPED = 10  # steps in a row of which none could be made
 
 
@@ -65,7 +66,7 @@ class Session:
                 mask_truncated=config.learner.loss.mask_truncated,
                 ttl_s=config.run.lease_ttl_s,
                 list_every_s=1.0 if bucket.url.startswith(LOCAL) else 5.0,
-                settle_s=3.0 if bucket.url.startswith("file:") else 0.0,
+                settle_s=_SETTLE_S if bucket.url.startswith("file:") else 0.0,
             ),
             book=self._book,
             pacing=self._pacing,
@@ -135,6 +136,7 @@ class Session:
     async def train(self, task_status: TaskStatus[None]) -> None:
         async with anyio.create_task_group() as tasks:
             await self._publish_first()
+            await self._feed.roster.read_states()  # what comes after this, and after the state that now goes out, is alive
             tasks.start_soon(self._publisher.run)
             tasks.start_soon(self._feed.run)
             tasks.start_soon(self._recorder.writer.run)

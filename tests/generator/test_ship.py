@@ -18,6 +18,7 @@ from grpod.generator.ship import Outbox
 from grpod.run.notice import Notice
 from grpod.wire import keys
 from grpod.wire.rollout import Drop, Group, Shipment, decode_shipment
+from grpod.wire.state import GeneratorState
 from tests.learner.policies import FOUR, group
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +53,8 @@ class Scene:
     def __init__(self, url: str, period_s: float) -> None:
         self.bucket = Flaky(url)
         self.awaited = 0
+        self.epoch = 1
+        self.notice = Notice()
         config = Config.model_validate(
             {"run": {"bucket": url}, "model": {"base": "b"}, "generator": {"ship_every_s": period_s, "state_every_s": 1000.0}}
         )
@@ -61,9 +64,10 @@ class Scene:
             name="g",
             base_fingerprint="f",
             device="",
-            notice=Notice(),
+            notice=self.notice,
             awaited=lambda: self.awaited,
             describe=lambda: ([], []),
+            epoch=lambda: self.epoch,
         )
 
     def done(self, *group_ids: str) -> None:
@@ -170,3 +174,21 @@ async def test_groups_that_were_not_shipped_in_time_are_told_aloud(tmp_path: Pat
             time_left.cancel()
     (said,) = [line for line in logs if line["event"] == "groups_not_shipped"]
     assert (said["groups"], said["log_level"]) == (2, "error")
+
+
+async def test_a_learner_that_comes_anew_is_told_at_once_who_lives(tmp_path: Path) -> None:
+    async with scene(tmp_path) as run:
+
+        async def counter() -> int:
+            found = await run.bucket.get(keys.generator_state("g"))
+            assert found is not None
+            return GeneratorState.decode(found.data, "").counter
+
+        while keys.generator_state("g") not in await run.bucket.stat([keys.generator_state("g")]):
+            await run.bucket.changed(1.0)
+        assert await counter() == 1
+        run.epoch = 2
+        run.notice.tell()
+        while await counter() == 1:
+            await run.bucket.changed(1.0)
+        assert await counter() == 2
