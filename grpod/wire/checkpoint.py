@@ -32,7 +32,6 @@ class Trainer(Document):
     cursors: dict[str, Cursor] = {}
     begun: dict[str, int] = {}  # per generator, the credit already granted (cumulative)
     ended: dict[str, int] = {}  # per generator, how many of its groups have ended
-    counts: dict[str, float] = {}  # running totals that metrics go on from
     scheduler: dict[str, Any] = {}
     rng: dict[str, Any] = {}
 

@@ -39,7 +39,6 @@ OPTIMIZER: Final = "optimizer.safetensors"
 TRAINER: Final = "trainer.json"
 CANARY: Final = "adapters/canary"
 FINAL_MANIFEST: Final = "final/manifest.json"
-FINAL_README: Final = "final/README.md"
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)  # of a generator
 _ROLLOUT = re.compile(r"rollouts/([A-Za-z0-9][A-Za-z0-9._-]{0,63})/(\d{10})\.parquet", re.ASCII)

@@ -70,7 +70,6 @@ DOCUMENTS: dict[str, Document] = {
         cursors={"g1": Cursor(low=3, done=[5, 6])},
         begun={"g1": 40},
         ended={"g1": 33},
-        counts={"trained": 112.0},
         scheduler={"last_epoch": 7, "base_lrs": [0.001]},
         rng={"torch": "00ff"},
     ),
