@@ -148,6 +148,7 @@ def words(path: Path) -> set[str]:
                 found += [value for name, value in zip(names, values, strict=False) if getattr(name, "id", "").isupper()]
             case ast.Dict(keys=[ast.Constant(value="reason"), *_], values=[word, *_]):
                 found.append(word)
+    found += [word for either in found if isinstance(either, ast.IfExp) for word in (either.body, either.orelse)]
     texts = (word.value for word in found if isinstance(word, ast.Constant) and isinstance(word.value, str))
     return {text for text in texts if text}
 
