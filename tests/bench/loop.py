@@ -142,7 +142,8 @@ async def main(steps: int, kind: str) -> None:
         folder = Path(name)
         make_tiny_base(folder / "base")
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(50)))
-        (folder / "reward.py").write_text("def reward(completions):\n    return [float(i % 2) for i in range(len(completions))]\n")
+        reward = "def reward(completions):\n    return [float(i % 2) for i in range(len(completions))]\n"
+        (folder / "reward.py").write_text(reward)
         for max_lag, step_s, latency_s in SETTINGS:
             url = folder / f"run-{len(rows)}"
             bucket: Bucket = FileBucket(url) if kind == "file" else MemoryBucket(f"memory://{url.name}")

@@ -33,16 +33,16 @@ def test_nobody_alive_no_credit() -> None:
 
 
 @given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 16), st.integers(5, 60))
-def test_a_group_begun_on_credit_is_trained_before_it_is_stale(max_lag: int, publish_every: int, groups: int, steps: int) -> None:
+def test_a_group_begun_on_credit_is_trained_before_it_is_stale(
+    max_lag: int, publish_every: int, groups: int, steps: int
+) -> None:
     """Publishes land at once; groups are trained in the order of their credit."""
     published, step, granted, begun_under = 0, 0, 0, []
     while step < steps:
         end = credits.window_end(
             published_step=published, landed_step=published, stride=publish_every, publish_every=publish_every, max_lag=max_lag
         )
-        room = credits.room(
-            window_end=end, step=step, steps=steps, groups_per_step=groups, outstanding=granted - step * groups
-        )
+        room = credits.room(window_end=end, step=step, steps=steps, groups_per_step=groups, outstanding=granted - step * groups)
         granted += room
         begun_under += [published // publish_every] * room
         assert granted >= (step + 1) * groups, "the next step can always be filled"
