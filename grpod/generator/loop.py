@@ -138,6 +138,7 @@ class Generator:
                 notice=self._notice,
                 awaited=lambda: self._awaited(outbox),  # noqa: B023  # called only while this outbox lives
                 describe=self._describe,
+                reward_names=self._shop.rewards.names,
                 epoch=lambda: self._follower.view.state.epoch if self._follower.view.state else 0,
             )
             async with anyio.create_task_group() as beside:

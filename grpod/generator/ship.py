@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import anyio
@@ -63,6 +63,7 @@ class Outbox:
         awaited: Callable[[], int],
         describe: Callable[[], tuple[list[str], list[str]]],
         epoch: Callable[[], int],
+        reward_names: Sequence[str] = (),
     ) -> None:
         """`awaited`: groups that somebody waits for. `describe`: (resident versions, refused versions). `epoch`: of the
         learner that is followed: a new one gives credit to who tells it that it lives."""
@@ -72,6 +73,7 @@ class Outbox:
         self.reasons: dict[str, int] = {}
         self._bucket, self._config, self._fingerprint, self._device = bucket, config, base_fingerprint, device
         self._notice, self._awaited, self._describe, self._epoch = notice, awaited, describe, epoch
+        self._reward_names = tuple(reward_names)
         self._ready: list[_Ready] = []
         self._sealed: _Sealed | None = None
         self._next_seq = 0
@@ -204,7 +206,7 @@ class Outbox:
             groups=tuple(item for item in batch if isinstance(item, Group)),
             drops=tuple(item for item in batch if isinstance(item, Drop)),
         )
-        return _Sealed(data=await anyio.to_thread.run_sync(encode_shipment, shipment), count=count)
+        return _Sealed(data=await anyio.to_thread.run_sync(encode_shipment, shipment, self._reward_names), count=count)
 
     async def _state(self) -> None:
         self._counter += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,8 +126,11 @@ _LONGEST_NUMBER = 18  # digits of the number in a group id
 _TEMPERATURES = (1.1754944e-38, 3.4028234e38)  # positive and normal as float32: the learner divides by it
 
 
-def encode_shipment(shipment: Shipment) -> bytes:
-    names = sorted({name for group in shipment.groups for rollout in group.rollouts for name in rollout.rewards})
+def encode_shipment(shipment: Shipment, reward_names: Iterable[str] = ()) -> bytes:
+    """`reward_names`: of every reward function of the run. All objects then have the same columns, also one of drops alone:
+    who reads a whole folder takes the columns of the first object for those of all."""
+    found = {name for group in shipment.groups for rollout in group.rollouts for name in rollout.rewards}
+    names = sorted(found | set(reward_names))
     schema = _SCHEMA.insert(12, pa.field("rewards", pa.struct([(name, pa.float32()) for name in names or ["reward"]])))
     rows = [_row(group, index, rollout) for group in shipment.groups for index, rollout in enumerate(group.rollouts)]
     table = pa.Table.from_pylist(rows, schema=schema)

@@ -4,10 +4,12 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -318,3 +320,16 @@ def test_only_length_is_truncated() -> None:
     stop, length = GROUP.rollouts
     assert isinstance(stop, Rollout)
     assert (stop.truncated, length.truncated) == (False, True)
+
+
+def test_a_folder_is_read_whole_whichever_object_comes_first(tmp_path: Path) -> None:
+    drops = Shipment(base_fingerprint="f", groups=(), drops=(Drop(group_id="g/9", reason="reward_timeout"),))
+    names = sorted({name for rollout in GROUP.rollouts for name in rollout.rewards})
+    (tmp_path / "0.parquet").write_bytes(encode_shipment(drops, names))
+    (tmp_path / "1.parquet").write_bytes(encode_shipment(SHIPMENT, names))
+    rows = pads.dataset(tmp_path).to_table().to_pylist()
+    assert [row["rewards"] for row in rows] == [
+        pytest.approx({name: rollout.rewards.get(name) for name in names})
+        for group in SHIPMENT.groups
+        for rollout in group.rollouts
+    ]
