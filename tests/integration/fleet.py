@@ -40,10 +40,13 @@ class Grpod:
     def pid(self) -> int:
         return self.process.pid
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def lines(self) -> list[dict[str, Any]]:
+        """Of its log."""
         lines = self.log.read_text().split("\n")[:-1]  # the last may be half-written
-        found = [json.loads(line) for line in lines if line.startswith("{")]
-        return [event for event in found if event.get("event") == name]
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines() if event.get("event") == name]
 
     def until(self, name: str, *, more_than: int = 0) -> dict[str, Any]:
         """The newest of these events, once there are more than that."""
@@ -92,8 +95,9 @@ class Grpod:
 class Fleet:
     """All processes that one test starts on one run."""
 
-    def __init__(self, folder: Path, config: Path) -> None:
-        self.run = folder / "run"
+    def __init__(self, folder: Path, config: Path, run: Path | None = None) -> None:
+        """Logs stand in `folder`."""
+        self.run = run or folder / "run"
         self._folder, self._config = folder, config
         self._numbers = itertools.count()
         self.started: list[Grpod] = []
@@ -135,9 +139,9 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, config: Path) -> Iterator[Fleet]:
+def fleet(folder: Path, config: Path, run: Path | None = None) -> Iterator[Fleet]:
     """Whatever happens inside, nothing of it is left behind."""
-    found = Fleet(folder, config)
+    found = Fleet(folder, config, run)
     try:
         yield found
     finally:
@@ -167,6 +171,11 @@ def check_whole(run: Path) -> None:
                 pq.read_table(path)
             elif path.suffix == ".json":
                 json.loads(path.read_text())
+    check_manifests(run)
+
+
+def check_manifests(run: Path) -> None:
+    """What has a manifest is what that says."""
     for path in run.rglob("manifest.json"):
         for name, ref in json.loads(path.read_text())["files"].items():
             data = (path.parent / name).read_bytes()
