@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,3 +85,25 @@ def test_a_newcomer_is_given_as_much_as_the_others() -> None:
     pacing.granted["old"] = 40
     pacing.grant(["old", "new"], 20, 1.0)
     assert pacing.granted["new"] == 10
+
+
+def test_a_newcomer_that_is_as_fast_soon_makes_as_much() -> None:
+    """Each can make 20 groups at one time, a second for one; room for 60; the second comes a minute late."""
+    pacing, now = Pacing(), 0.0
+    waiting, due = Counter[str](), list[tuple[float, str]]()
+    made: dict[str, list[float]] = {"old": [], "late": []}
+    while now < 90:
+        live = ["old"] if now < 60 else ["old", "late"]
+        before = Counter(pacing.granted)
+        pacing.grant(live, 60 - sum(pacing.outstanding(name) for name in live), now)
+        waiting += Counter(pacing.granted) - before
+        for name in live:
+            begins = min(waiting[name], 20 - sum(owner == name for _, owner in due))
+            waiting[name] -= begins
+            due += [(now + 1.0, name)] * begins
+        now, name = min(due)
+        due.remove((now, name))
+        pacing.note_end(name, now)
+        made[name].append(now)
+    lately = {name: sum(at > 70 for at in times) for name, times in made.items()}
+    assert lately["late"] >= 0.9 * lately["old"], lately
