@@ -5,6 +5,7 @@ The moments are drawn; LIFECYCLE_SEED repeats them.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -104,33 +105,35 @@ def test_a_second_learner_waits_or_leaves_and_one_that_was_stopped_for_long_is_n
     check_whole(on.run)
 
 
-def test_a_killed_generator_leaves_nothing_behind_and_the_learner_goes_on_with_the_other(on: Fleet) -> None:
-    """Before it, a killed replica is replaced."""
+def test_a_killed_replica_is_replaced_and_a_generator_that_stood_still_goes_on_under_another_name(on: Fleet) -> None:
+    """Then that generator is killed: it leaves nothing behind, its groups end, and the learner goes on with the other."""
     sets = (*SETS, "run.lease_ttl_s=4")
     learner = on.start("learner", sets=sets)
     stays, goes = on.start("generator", sets=sets), on.start("generator", sets=sets)
     waited(lambda: sum(begun >= 8 for begun in on.begun().values()) == 2, "both begin groups", failure=on.tails)
-
     child = stays.events("child_started")[0]
-    subprocess.run(["kill", "-9", str(child["pid"])], check=True)
+    staying = child["child"].partition("-replica")[0]
+    os.kill(child["pid"], signal.SIGKILL)
     stays.until("child_ready", more_than=1)
-    (name,) = {event["generator"] for event in goes.events("generator_done") + learner.events("generator_seen")} - {
-        child["child"].partition("-replica")[0]
-    }
-    goes.kill()
+
+    goes.signal(signal.SIGSTOP)
     learner.until("generator_retired")
-    begun = on.begun()
-    step = on.state()["step"]
+    goes.signal(signal.SIGCONT)
+    goes.until("retired_by_learner")
+    going = learner.until("generator_seen", more_than=2)["generator"]
+    waited(lambda: on.begun().get(going, 0) > 0, f"{going} begins a group", failure=on.tails)
+
+    goes.kill()
+    learner.until("generator_retired", more_than=1)
+    begun, step = on.begun()[staying], on.state()["step"]
     on.until_step(step + 10)
-    waited(
-        lambda: on.begun()[child["child"].partition("-replica")[0]] > begun[child["child"].partition("-replica")[0]], "goes on"
-    )
+    assert on.begun()[staying] > begun
     subprocess.run(runs.command("stop", on.url), check=True, timeout=60)
     assert [one.end() for one in (learner, stays)] == [0, 0], on.tails()
     found = check_groups(on.run)
     lost = {group_id for group_id, row in found.items() if row["reason"] == "lost"}
-    assert all(group_id.startswith(f"{name}/") for group_id in lost), lost
-    assert runs.document(on.run, f"state/generators/{name}.json")["open"] <= sorted(lost)
-    assert all(f"{name}/{n}" in found for n in range(on.begun()[name])), "a group of the dead one has not ended"
+    assert not any(group_id.startswith(f"{staying}/") for group_id in lost), lost
+    gone = {f"{name}/{n}" for name, count in on.begun().items() if name != staying for n in range(count)}
+    assert gone <= found.keys(), "a group of the dead one has not ended"
     check_audit(on)
     check_whole(on.run)
