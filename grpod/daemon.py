@@ -152,6 +152,7 @@ async def _roles(ctx: Context, root: anyio.abc.TaskGroup, table: Mapping[str, st
 async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, target: str, hard_end: HardEnd) -> None:
     structlog.contextvars.bind_contextvars(role=role.name)
     try:
+        log.info("loading")
         # in a thread: importing torch takes seconds, and signals are to be heard meanwhile
         run = await ctx.stop.unless(partial(anyio.to_thread.run_sync, _import, target, abandon_on_cancel=True))
         if run is not None:
@@ -201,9 +202,9 @@ async def _signals(stop: Stopping, *, task_status: anyio.abc.TaskStatus[None]) -
 
 
 async def _tell(ctx: Context) -> None:
-    """Who has run it all in one process is told what came out of it, on stdout."""
+    """Who has trained is told what came out of it, on stdout."""
     kinds = {name.partition("-")[0] for name in ctx.roles}
-    if not {"learner", "generator"} <= kinds or keys.FINAL_MANIFEST not in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
+    if "learner" not in kinds or keys.FINAL_MANIFEST not in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
         return
     from grpod.run.report import report  # reads Parquet: no other process needs it
 

@@ -44,7 +44,8 @@ def report(error: BaseException) -> int:
         else:
             log.critical("crashed", error=type(leaf).__name__, exc_info=leaf)
     for (kind, message), notes in said.items():
-        log.error("failed", error=kind.__name__, message=message, where=", ".join(notes), exit_code=kind.exit_code)
+        where = {"where": ", ".join(notes)} if notes else {}
+        log.error("failed", error=kind.__name__, message=message, exit_code=kind.exit_code, **where)
     return exit_code(error)
 
 

@@ -43,7 +43,7 @@ def config(path: str | None, schema: bool, sets: tuple[str, ...], roles: tuple[s
     if found.run.bucket:
         run = run_folder(found.run.bucket)
         rows["bucket"] = found.run.bucket if run.absolute else f"file://{loaded.folder / run.path}"
-    click.echo(f"ok: {path}")
+    click.echo(f"ok: {path} (keys and values; whether data, rewards and base are there shows at the start)")
     for name, value in rows.items():
         click.echo(f"  {name:8} {value or '-'}")
     return 0

@@ -28,8 +28,9 @@ async def request(bucket: Bucket, reason: str) -> str:
     from grpod.wire import keys
     from grpod.wire.run import Stop
 
-    if await bucket.stat([keys.FINAL_MANIFEST]):
-        return f"{bucket.url} has ended already: {keys.FINAL_MANIFEST} is there"
+    ended = await bucket.stat([keys.FINAL_MANIFEST])
     key = keys.stop(secrets.token_hex(8))
     await bucket.put({key: Stop(reason=reason, created_at=time.time()).encode()}, create=True)
+    if ended:
+        return f"{bucket.url} has ended already; a proxy that still serves it is asked to stop"
     return f"asked to stop: wrote {key} to {bucket.url}; its roles end when they next look, in seconds"

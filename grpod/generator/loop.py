@@ -40,6 +40,7 @@ from grpod.run.follow import Follower
 from grpod.run.join import join
 from grpod.run.metrics_log import PERIOD_S, MetricWriter
 from grpod.telemetry.log import get_logger
+from grpod.wire import keys
 from grpod.wire.rollout import Drop
 
 _AUTO_IN_FLIGHT = 32  # groups at one replica
@@ -51,6 +52,11 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
     config, log = ctx.config, get_logger()
     assert config.data is not None
     token, advertiser_token = replica_token(config, ctx.folder), proxy_token(ctx)
+    if await _is_over(ctx):  # before a replica is started for nothing
+        log.info("run_is_over", bucket=ctx.bucket.url)
+        ctx.inputs_checked.set()
+        task_status.started()
+        return
     base = await anyio.to_thread.run_sync(resolve_base, config, ctx.folder)
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, base)
     name = f"g{'' if index is None else index}-{secrets.token_hex(4)}"
@@ -98,6 +104,13 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
             await generator.live(task_status)
             tasks.cancel_scope.cancel()
     log.info("generator_done", generator=generator.name, reason=generator.ended)
+
+
+async def _is_over(ctx: Context) -> bool:
+    try:
+        return keys.FINAL_MANIFEST in await ctx.bucket.stat([keys.FINAL_MANIFEST])
+    except BucketError:  # not known yet: the follower goes on asking
+        return False
 
 
 class Generator:

@@ -25,10 +25,11 @@ class StepBar:
                 BarColumn(bar_width=30),
                 MofNCompleteColumn(),
                 TextColumn("reward {task.fields[reward]}  lag {task.fields[lag]:.1f}  version {task.fields[version]}"),
+                TextColumn("so far"),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
-                console=Console(stderr=True),
+                console=Console(stderr=True, soft_wrap=True, emoji=False, markup=False, highlight=False),
                 refresh_per_second=4,
                 redirect_stdout=False,
             )
@@ -42,5 +43,6 @@ class StepBar:
 
     def update(self, *, step: int, reward: float | None, lag: float, version: int) -> None:
         if self._bar is not None:
-            shown = "-" if reward is None else f"{reward:.3f}"
-            self._bar.update(self._task, completed=step, reward=shown, lag=lag, version=version)
+            if reward is not None:  # else the last one stands: nothing has come since
+                self._bar.update(self._task, reward=f"{reward:.3f}")
+            self._bar.update(self._task, completed=step, lag=lag, version=version)

@@ -51,8 +51,10 @@ async def run(
     joined = await ctx.stop.unless(begin)
     if joined is None:
         return
+    if joined.changes and not joined.created:
+        log.warning("learner_config_changed", **joined.changes)
     if keys.FINAL_MANIFEST in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
-        log.info("run_is_over", bucket=ctx.bucket.url)
+        log.info("run_is_over", bucket=ctx.bucket.url, help="for another run: --set run.bucket=URL")
         task_status.started()
         return
     with tempfile.TemporaryDirectory(prefix="grpod-") as scratch:
@@ -71,7 +73,7 @@ async def run(
                 session = await Session.open(ctx, lease, joined.run, base, resumption.chosen, load_policy)
                 await session.train(task_status)
         except RunEnded:
-            log.info("run_is_over", bucket=ctx.bucket.url)
+            log.info("run_is_over", bucket=ctx.bucket.url, help="for another run: --set run.bucket=URL")
             task_status.started()
 
 

@@ -192,7 +192,7 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not told:
-                    get_logger().info("base_model_prepared_elsewhere", lock=str(path))
+                    get_logger().info("waiting_for_base_model", lock=str(path))
                 told = True
                 _check_cancelled()
                 time.sleep(_POLL_S)

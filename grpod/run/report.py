@@ -10,6 +10,7 @@ It only reads the bucket, so it can be made at any time. Pictures are drawn for 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ async def report(bucket: Bucket, config: Config, folder: Path) -> str:
     where = f"{local if local else bucket.url}/{keys.ROLLOUTS}"
     lines.append(f"  rollouts       {where}")
     if local is not None:
-        lines.append(f"                 python -c 'import pandas; print(pandas.read_parquet({json.dumps(where)}))'")
+        columns = json.dumps(["prompt_row", "policy_version", "reward", "finish_reason", "completion_ids"])
+        read = f"pandas.read_parquet({json.dumps(where)}, columns={columns})"
+        lines.append(f"                 {sys.executable} -c 'import pandas; print({read})'")
     pairs = before_and_after(await _edge_groups(bucket))
     if pairs:
         try:

@@ -15,7 +15,7 @@ _WIDE = 160  # columns where no terminal says how many
 def to_text(content: RenderableType) -> str:
     out, terminal = io.StringIO(), sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else _WIDE
-    console = Console(file=out, force_terminal=terminal, width=width, highlight=False)
+    console = Console(file=out, force_terminal=terminal, width=width, highlight=False, emoji=False)
     console.print(content, soft_wrap=isinstance(content, str))
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 

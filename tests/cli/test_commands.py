@@ -134,14 +134,14 @@ def test_stop_writes_one_request(grpod: Grpod, run: Path) -> None:
     assert abs(request.created_at - time.time()) < 3600
 
 
-def test_stop_leaves_an_ended_run_and_no_run_alone(grpod: Grpod, run: Path, tmp_path: Path) -> None:
+def test_stop_of_an_ended_run_is_for_its_proxy_and_no_run_is_refused(grpod: Grpod, run: Path, tmp_path: Path) -> None:
     (run / "final").mkdir()
     final = Final(
         run_id="r", epoch=1, step=1, version=1, base_fingerprint="f", files={}, ledger=[], reason="steps", created_at=0.0
     )
     (run / keys.FINAL_MANIFEST).write_bytes(final.encode())
     assert "has ended already" in grpod("stop", f"file://{run}").out
-    assert not (run / "control").exists()
+    assert len(list((run / "control").iterdir())) == 1
     (tmp_path / "other").mkdir()
     for url in (f"file://{tmp_path}/other", f"file://{tmp_path}/none"):
         assert grpod("stop", url).code == 2
