@@ -85,14 +85,19 @@ class Feed:
         self.quarantined = 0  # objects, over all epochs of the run
         self.idle_run = 0  # groups that gave nothing to learn from since one was fit to be trained
         self._bad_before: set[str] = set()  # objects of which some groups are in quarantine since an earlier epoch
+        self._caught_up = False  # all that stood there at the start has been read
         self._recalled = False  # what earlier epochs have put into quarantine
 
     # ---- what the loop asks
 
     def take(self, count: int) -> list[Pending] | None:
-        """The `count` oldest that are not stale; None while there are fewer. They stay outstanding until `trained`."""
+        """The `count` oldest that are not stale; None while there are fewer. They stay outstanding until `trained`.
+
+        None, too, before all that stood there at the start has been read: a resumed learner that trains on while it still reads
+        makes stale what it has not read yet.
+        """
         self.prune()
-        if len(self._pending) < count:
+        if len(self._pending) < count or not self._caught_up:
             return None
         self._pending.sort(key=lambda p: (p.version.pos, p.arrival))
         self._taken, self._pending = self._pending[:count], self._pending[count:]
@@ -163,6 +168,7 @@ class Feed:
                 await self._read(key)
             except BucketError as error:  # one object, or its place in quarantine/: the others do not wait for it
                 failures.append(error)
+        self._caught_up = True
         self.roster.retire_silent()
         for group_id, reason in self.roster.missing():
             self._drop(group_id, reason)

@@ -337,3 +337,19 @@ async def test_a_broken_copy_in_a_foreign_folder_ends_nobody_elses_groups() -> N
     await world.ship("g", 0, good)
     await world.feed.poll()
     assert world.feed.num_pending == 1
+
+
+async def test_nothing_is_trained_before_all_that_stood_there_has_been_read() -> None:
+    world = World()
+    await world.ship("g", 0, shipped(group("g/0")))
+    await world.ship("g", 1, shipped(group("g/1")))
+    read, taken_meanwhile = world.bucket.get, []
+
+    async def get(key: str, **options: Any) -> Any:
+        taken_meanwhile.append(world.feed.take(1))
+        return await read(key, **options)
+
+    world.bucket.get = get  # type: ignore[method-assign]
+    await world.feed.poll()
+    assert taken_meanwhile == [None, None]
+    assert world.feed.take(2) is not None
