@@ -92,6 +92,7 @@ class Roster:
         if state.hopeless and self._looked:  # what stood there at the start may have been mended since
             self._hopeless = f"generator {source.name} ended: {state.ended}"
         source.state, source.changed_at = newer(source.state, state), self._clock()
+        source.settled = False  # a retired one that only stood still tells at its end what it had begun meanwhile
 
     def retire_silent(self) -> None:
         now = self._clock()

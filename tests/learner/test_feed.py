@@ -248,6 +248,19 @@ async def test_an_object_that_never_comes_is_lost_a_ttl_after_the_retirement() -
     assert world.book.dropped == {"lost": 1}
 
 
+async def test_what_a_retired_generator_tells_of_at_its_end_is_lost_too() -> None:
+    world = World()
+    await world.state("g", begun=1, open_=["g/0"])
+    for world.now in (0.0, 31.0):
+        await world.feed.poll()
+    assert world.book.dropped == {"lost": 1}
+    await world.state("g", begun=3, open_=["g/0", "g/1"], next_seq=1, counter=2, ended="retired")
+    await world.ship("g", 0, shipped(group("g/2")))
+    await world.feed.poll()
+    assert world.book.dropped == {"lost": 2}
+    assert world.feed.num_pending == 1, "what it has shipped meanwhile is used"
+
+
 async def test_reading_goes_on_from_the_cursor() -> None:
     world = World(cursors={"g": Cursor(low=1, done=[2])})
     for seq in range(4):
