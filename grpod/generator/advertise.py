@@ -39,7 +39,7 @@ async def advertise(ctx: Context, engines: list[Engine], token: TokenFile) -> No
                             told[url] = proxy
                     failing = False
                 except (aiohttp.ClientError, TimeoutError, BucketError, WireError) as error:
-                    if not failing:
+                    if not failing and not ctx.stop.requested:  # else it was asked to stop as well
                         log.warning("proxy_not_told", error=f"{type(error).__name__}: {error}")
                     failing = True
                 await anyio.sleep(_BEAT_S)

@@ -73,7 +73,8 @@ async def run(
                 session = await Session.open(ctx, lease, joined.run, base, resumption.chosen, load_policy)
                 await session.train(task_status)
         except RunEnded:
-            log.info("run_is_over", bucket=ctx.bucket.url, help="for another run: --set run.bucket=URL")
+            if not ctx.stop.requested:
+                log.info("run_is_over", bucket=ctx.bucket.url, help="for another run: --set run.bucket=URL")
             task_status.started()
 
 
