@@ -47,9 +47,9 @@ async def test_groups_trained_after_the_last_checkpoint_are_trained_again_howeve
 ) -> None:
     """Their versions are orphans with the place of what is resumed: all but the first publishes would make them stale."""
     bucket = FileBucket(tmp_path / "run")
-    async with killed(bucket, tiny_base, steps=6, run={"max_lag": 1}, **RARELY) as run:
+    async with killed(bucket, tiny_base, steps=6, run={"max_lag": 0}, **RARELY) as run:
         await train(run, 5)
-    async with learning(bucket, tiny_base, steps=5, run={"max_lag": 1}, **RARELY) as run:
+    async with learning(bucket, tiny_base, steps=5, run={"max_lag": 0}, **RARELY) as run:
         assert await run.end() is None
     assert {group: end.end for group, end in (await run.ends()).items()} == {f"found/{n}": "trained" for n in range(5)}
     assert (await audit(bucket)).violations == []
