@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import structlog
 
+from grpod.bucket.base import Bucket
 from grpod.bucket.file import FileBucket
+from grpod.bucket.memory import MemoryBucket
 from grpod.run.audit import audit
 from grpod.wire import keys
 from tests.learner.alone import Learning, learning
@@ -25,7 +28,7 @@ class Killed(Exception):
 
 
 @asynccontextmanager
-async def killed(bucket: FileBucket, base: Path, **section: Any) -> AsyncIterator[Learning]:
+async def killed(bucket: Bucket, base: Path, **section: Any) -> AsyncIterator[Learning]:
     """It is cut off at the end of the block: no last checkpoint."""
     with pytest.raises(ExceptionGroup, match="unhandled") as cut:
         async with learning(bucket, base, **section) as run:
@@ -42,11 +45,9 @@ async def train(run: Learning, count: int, *, epoch: int = 1) -> None:
     await run.reached(count)
 
 
-async def test_groups_trained_after_the_last_checkpoint_are_trained_again_however_small_the_lag(
-    tmp_path: Path, tiny_base: Path
-) -> None:
-    """Their versions are orphans with the place of what is resumed: all but the first publishes would make them stale."""
-    bucket = FileBucket(tmp_path / "run")
+async def test_groups_trained_after_the_last_checkpoint_are_trained_again_however_small_the_lag(tiny_base: Path) -> None:
+    """Their versions are orphans with the place of what is resumed: the first publish would make them stale."""
+    bucket = MemoryBucket(f"memory://{secrets.token_hex(4)}")  # where a publish lands before the next step is done
     async with killed(bucket, tiny_base, steps=6, run={"max_lag": 0}, **RARELY) as run:
         await train(run, 5)
     async with learning(bucket, tiny_base, steps=5, run={"max_lag": 0}, **RARELY) as run:
