@@ -141,6 +141,7 @@ class Beat:
         self._fleet = fleet
         self._urls = urls
         self._counter: int | None = None
+        self._failing = False
         self._lock = anyio.Lock()  # writes must not overtake each other
         self._period_s = 5.0 if bucket.url.startswith(("file:", "memory:")) else 15.0  # others count requests
 
@@ -162,8 +163,11 @@ class Beat:
                     self._counter = await self._found()
                 self._counter += 1
                 await self._bucket.put({keys.PROXY_STATE: self._state(self._counter).encode()})
+                self._failing = False
             except BucketError as error:
-                log.warning("proxy_state_not_written", why=str(error))
+                if not self._failing:
+                    log.warning("proxy_state_not_written", error=str(error))
+                self._failing = True
 
     def _state(self, counter: int) -> ProxyState:
         states = {replica.url: status.state(replica, self._fleet) for replica in self._fleet.replicas.values()}

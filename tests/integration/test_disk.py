@@ -40,7 +40,7 @@ def test_a_full_disk_and_a_read_only_one_are_told_once_and_nothing_is_torn(tmp_p
         goes_on(on, process)
 
         remount(disk, "ro")
-        assert "read-only" in process.until("put_failed", more_than=1)["error"]
+        waited(lambda: "the file system is read-only" in process.log.read_text(), "it is told", failure=process.tail)
         remount(disk, "rw")
         goes_on(on, process)
 
