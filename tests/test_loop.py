@@ -15,20 +15,6 @@ import pytest
 from tests.integration import runs
 from tests.small import make_small_run
 
-LAYOUT = (  # DESIGN: the run's folder, and nothing else in it
-    r"run\.json",
-    r"rollouts/[\w.-]+/\d{10}\.parquet",
-    r"adapters/v\d{8}-e\d{6}/(adapter_model\.safetensors|adapter_config\.json|manifest\.json)",
-    r"adapters/canary/(adapter_model\.safetensors|adapter_config\.json)",
-    r"checkpoints/s\d{8}-e\d{6}/(adapter_model\.safetensors|optimizer\.safetensors|trainer\.json|manifest\.json)",
-    r"ledger/e\d{6}/s\d{8}\.parquet",
-    r"metrics/[\w.-]+/\d{10}\.parquet",
-    r"state/(learner|proxy)\.json",
-    r"state/generators/[\w.-]+\.json",
-    r"leases/learner/\d{6}/(claim|beat)\.json",
-    r"final/(adapter_model\.safetensors|adapter_config\.json|README\.md|manifest\.json)",
-)
-
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
@@ -56,8 +42,8 @@ def test_the_reward_rises(ended: Path) -> None:
 
 def test_the_folder_is_laid_out_as_agreed(ended: Path) -> None:
     found = {path.relative_to(ended).as_posix() for path in ended.rglob("*") if path.is_file()}
-    assert sorted(key for key in found if not any(re.fullmatch(pattern, key) for pattern in LAYOUT)) == []
-    assert [pattern for pattern in LAYOUT if not any(re.fullmatch(pattern, key) for key in found)] == []
+    assert sorted(key for key in found if not any(re.fullmatch(pattern, key) for pattern in runs.LAYOUT)) == []
+    assert [pattern for pattern in runs.LAYOUT if not any(re.fullmatch(pattern, key) for key in found)] == []
     assert runs.document(ended, "final/manifest.json")["reason"] == "steps"
 
 

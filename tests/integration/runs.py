@@ -16,6 +16,19 @@ from typing import Any
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[2]
+LAYOUT = (  # DESIGN: the run's folder, and nothing else in it
+    r"run\.json",
+    r"rollouts/[\w.-]+/\d{10}\.parquet",
+    r"adapters/v\d{8}-e\d{6}/(adapter_model\.safetensors|adapter_config\.json|manifest\.json)",
+    r"adapters/canary/(adapter_model\.safetensors|adapter_config\.json)",
+    r"checkpoints/s\d{8}-e\d{6}/(adapter_model\.safetensors|optimizer\.safetensors|trainer\.json|manifest\.json)",
+    r"ledger/e\d{6}/s\d{8}\.parquet",
+    r"metrics/[\w.-]+/\d{10}\.parquet",
+    r"state/(learner|proxy)\.json",
+    r"state/generators/[\w.-]+\.json",
+    r"leases/learner/\d{6}/(claim|beat)\.json",
+    r"final/(adapter_model\.safetensors|adapter_config\.json|README\.md|manifest\.json)",
+)
 Row = dict[str, Any]
 
 

@@ -13,19 +13,6 @@ from tests.integration import runs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 CONFIG = runs.ROOT / "examples/quickstart/grpod.yaml"
-LAYOUT = (  # DESIGN: the run's folder, and nothing else in it
-    r"run\.json",
-    r"rollouts/[\w.-]+/\d{10}\.parquet",
-    r"adapters/v\d{8}-e\d{6}/(adapter_model\.safetensors|adapter_config\.json|manifest\.json)",
-    r"adapters/canary/(adapter_model\.safetensors|adapter_config\.json)",
-    r"checkpoints/s\d{8}-e\d{6}/(adapter_model\.safetensors|optimizer\.safetensors|trainer\.json|manifest\.json)",
-    r"ledger/e\d{6}/s\d{8}\.parquet",
-    r"metrics/[\w.-]+/\d{10}\.parquet",
-    r"state/(learner|proxy)\.json",
-    r"state/generators/[\w.-]+\.json",
-    r"leases/learner/\d{6}/(claim|beat)\.json",
-    r"final/(adapter_model\.safetensors|adapter_config\.json|README\.md|manifest\.json)",
-)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +69,8 @@ def test_four_processes_in_any_order(tmp_path: Path, base: Path, order: tuple[st
 
 def check_layout(run: Path) -> None:
     found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
-    assert sorted(key for key in found if not any(re.fullmatch(pattern, key) for pattern in LAYOUT)) == []
-    unused = [pattern for pattern in LAYOUT if not any(re.fullmatch(pattern, key) for key in found)]
+    assert sorted(key for key in found if not any(re.fullmatch(pattern, key) for pattern in runs.LAYOUT)) == []
+    unused = [pattern for pattern in runs.LAYOUT if not any(re.fullmatch(pattern, key) for key in found)]
     assert unused == []
     assert not list(run.glob("quarantine/*"))
     final = runs.document(run, "final/manifest.json")
