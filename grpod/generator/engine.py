@@ -5,6 +5,8 @@ An engine has incarnations: one that was restarted holds no adapters, and everyt
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,11 +19,10 @@ import anyio
 from grpod.config import Config
 from grpod.errors import ConfigError, NotReady
 from grpod.generator.token_file import TokenFile
+from grpod.replica import vllm
 from grpod.replica.client import ReplicaClient
 from grpod.replica.supervise import ChildSpec, supervised
 from grpod.telemetry.log import get_logger
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's kernels know
 
 
 class Engine(Protocol):
@@ -34,39 +35,70 @@ class Engine(Protocol):
     async def lost(self, incarnation: int) -> None:
         """Returns when that incarnation is gone."""
 
+    def restart(self, incarnation: int, reason: str) -> None:
+        """Ends that incarnation, where it is ours to end."""
+
 
 @asynccontextmanager
-async def open_engine(config: Config, base: Path, *, device: str, name: str, token: TokenFile) -> AsyncIterator[Engine]:
-    """Returns at once: `ready` waits. Raises ConfigError."""
+async def open_engine(
+    config: Config, base: Path, *, device: str, name: str, token: TokenFile, learner_here: bool = False
+) -> AsyncIterator[Engine]:
+    """Returns at once: `ready` waits. `device`: of `generator.devices`; empty: what there is. `learner_here`: it runs on this
+    machine, too. Raises ConfigError."""
     generator = config.generator
     if generator.engine == "remote":
         if not generator.remote.url:
             raise ConfigError("generator.remote.url is missing: generator.engine is remote")
         yield Remote(generator.remote.url, config.run.startup_timeout_s, token)
-    elif generator.engine == "embedded":
-        spec = ChildSpec(
-            name=name,
-            command=lambda port: embedded_command(config, base, device, port),
-            startup_timeout_s=config.run.startup_timeout_s,
-        )
+    else:
+        if generator.engine == "vllm":
+            spec = vllm_spec(config, base, device, name, learner_here=learner_here)
+        else:
+            spec = ChildSpec(
+                name=name,
+                command=lambda port: embedded_command(config, base, device, port),
+                startup_timeout_s=config.run.startup_timeout_s,
+            )
         async with supervised(spec, log=get_logger()) as child:
             yield child
-    else:
+
+
+def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_here: bool) -> ChildSpec:
+    """Raises ConfigError when there is no such command, or it cannot be used as the config says."""
+    vllm.check_args(config.generator.vllm.args)
+    executable = config.generator.vllm.executable
+    if shutil.which(executable) is None:
         raise ConfigError(
-            f"generator.engine {generator.engine!r} is not in this build yet: use embedded, or remote with its url"
+            f"generator.vllm.executable {executable!r} is no command here: install vllm (pip install 'grpod[vllm]'), or name "
+            "the one of another environment, such as /opt/vllm/bin/vllm"
         )
+    gpus = gpus_of(device)
+    shared = learner_here and not set(gpus).isdisjoint(gpus_of(config.learner.device))
+    if shared:
+        get_logger().info("gpu_shared_with_learner", gpus=list(gpus), gpu_memory_utilization=vllm.SHARED_GPU)
+    return ChildSpec(
+        name=name,
+        command=lambda port: vllm.command(config, str(base), port=port, gpus=gpus, shared=shared),
+        env=vllm.environment(config, gpus=gpus, outer=os.environ),
+        startup_timeout_s=config.run.startup_timeout_s,
+        level=vllm.level,
+    )
+
+
+def gpus_of(device: str) -> tuple[str, ...]:
+    """cuda:0+cuda:1 (tensor parallel) -> both; cpu -> none; empty or auto -> the first one, where there is any."""
+    if device == "cpu":
+        return ()
+    if device in ("", "auto", "cuda"):
+        return ("cuda:0",) if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() else ()
+    return tuple(f"cuda:{gpu}" if gpu.isdigit() else gpu for gpu in device.split("+"))
 
 
 def embedded_command(config: Config, base: Path, device: str, port: int) -> list[str]:
     command = [sys.executable, "-m", "grpod.replica.embedded", "--model", str(base), "--port", str(port)]
     command += ["--dtype", config.model.dtype, "--max-model-len", str(config.model.max_model_len)]
-    command += ["--max-loras", str(config.run.max_lag + 4), "--max-lora-rank", str(lora_rank(config.lora.rank))]
+    command += ["--max-loras", str(config.run.max_lag + 4), "--max-lora-rank", str(vllm.lora_rank(config.lora.rank))]
     return [*command, "--device", device] if device else command
-
-
-def lora_rank(rank: int) -> int:
-    """The smallest that vLLM knows and that holds `rank`."""
-    return next(known for known in LORA_RANKS if known >= rank)
 
 
 def adapter_root(config: Config) -> str | None:
@@ -104,3 +136,6 @@ class Remote:
 
     async def lost(self, incarnation: int) -> None:
         await anyio.sleep_forever()
+
+    def restart(self, incarnation: int, reason: str) -> None:
+        pass  # whoever waits for its answers gives up by itself

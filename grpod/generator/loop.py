@@ -43,7 +43,6 @@ from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.rollout import Drop
 
-_AUTO_IN_FLIGHT = 32  # groups at one replica
 _DRAIN, _SHIP = 0.6, 0.75  # of the grace period, until groups are cut off and shipping ends; the rest is the replica's
 
 
@@ -72,7 +71,11 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
         ctx.inputs_checked.set()
         devices = config.generator.devices if index is None else [config.generator.devices[index]]
         engines = [
-            await stack.enter_async_context(open_engine(config, base, device=device, name=f"{name}-replica{i}", token=token))
+            await stack.enter_async_context(
+                open_engine(
+                    config, base, device=device, name=f"{name}-replica{i}", token=token, learner_here="learner" in ctx.roles
+                )
+            )
             for i, device in enumerate(devices or [""])
         ]
         base_fingerprint = await anyio.to_thread.run_sync(fingerprint, base)
@@ -245,7 +248,16 @@ class Generator:
         def add() -> None:
             state = self._follower.view.state
             unproven = len({key for station in self._stations for key in station.unproven})
-            row = self._meter.row(anyio.current_time(), in_flight=outbox.in_flight, unproven=unproven)
+            for station in self._stations:
+                while station.brought:
+                    self._meter.brought(station.brought.popleft())
+            row = self._meter.row(
+                anyio.current_time(),
+                in_flight=outbox.in_flight,
+                unproven=unproven,
+                limit=sum(station.crowd.limit for station in self._stations),
+                loads=[station.crowd.load for station in self._stations if station.crowd.load],
+            )
             writer.add(state.step if state else 0, row)
 
         add()
@@ -269,13 +281,15 @@ class Generator:
         groups.cancel_scope.cancel()
 
     def _choose(self) -> tuple[Station, Served] | None:
-        """The replica with the least in flight that serves a version under which a group may begin."""
-        limit, now = self._shop.config.generator.max_in_flight, anyio.current_time()
-        most = _AUTO_IN_FLIGHT if limit == "auto" else limit
-        for station in sorted(self._stations, key=lambda s: s.in_flight):
+        """The replica with the most room that serves a version under which a group may begin."""
+        now = anyio.current_time()
+        for station in sorted(self._stations, key=lambda s: s.in_flight / s.crowd.limit):
             served = station.ready_version()
-            if served is not None and station.in_flight < self._trust[station].room(most, now):
+            if served is None:
+                continue
+            if station.in_flight < self._trust[station].room(station.crowd.limit, now):
                 return station, served
+            station.crowd.reached |= station.in_flight >= station.crowd.limit
         return None
 
     def _awaited(self, outbox: Outbox) -> int:

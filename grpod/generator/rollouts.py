@@ -58,6 +58,7 @@ async def make_group(shop: Workshop, station: Station, served: Served, group_id:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 seed=seed,
+                stop_token_ids=sorted(shop.eos_ids),
             ),
             prompt.row,
         )
@@ -104,8 +105,11 @@ async def _ask(station: Station, served: Served, request: CompletionRequest, row
         client = await station.holding(served)
         if client is None:
             return "version_gone"
+        sent = anyio.current_time()
         try:
-            return await client.complete(request)
+            answer = await client.complete(request, timeout_s=station.patience.seconds)
+            station.patience.answered(anyio.current_time() - sent)
+            return answer
         except UnusableAnswer as error:
             reason = "unusable_answer"
             station.complain("answer_unusable", reason=error.reason, error=str(error))

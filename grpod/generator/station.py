@@ -10,8 +10,8 @@ consumes   the follower's view            unblocks   the loop (`current`), group
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import anyio
@@ -19,10 +19,13 @@ import anyio
 from grpod.bucket.base import Bucket
 from grpod.config import Config
 from grpod.errors import BucketError, NotFound, NotReady, WireError
-from grpod.generator.engine import Engine, adapter_root, lora_rank
+from grpod.generator.crowd import HUNG_S, CrowdWatch
+from grpod.generator.engine import Engine, adapter_root
+from grpod.generator.patience import Patience
+from grpod.generator.settings import base_name
 from grpod.generator.token_file import TokenFile
-from grpod.replica.adapters import BASE, Adapters, Served, VersionRefused
-from grpod.replica.client import Refused, ReplicaClient, ServerInfo, Unavailable, UnknownAdapter, UnusableAnswer
+from grpod.replica.adapters import Adapters, Served, VersionRefused
+from grpod.replica.client import Refused, ReplicaClient, Unavailable, UnknownAdapter, UnusableAnswer
 from grpod.run.follow import Follower, View
 from grpod.run.notice import Notice
 from grpod.telemetry.log import get_logger
@@ -34,7 +37,6 @@ PATIENCE_S = 1.0
 FORGOTTEN = 10  # times in a row that its adapters were gone, without a sound group between
 _FORGOTTEN_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before the third incarnation in such a row; doubled each time
 _AGAIN_S = 1.0  # after a turn that failed
-_INFO_TRIES = 10
 _UNUSABLE = 4  # turns in a row in which not even the base or the canary could be scored
 
 
@@ -55,6 +57,7 @@ class Station:
         self._bringing_since: float | None = None  # when the way to the version that is to be current began
         self._forgot = anyio.Event()
         self._times_forgotten = 0  # in a row
+        self._lost_at: float | None = None
         self._life = anyio.CancelScope()
         self._complained: set[tuple[str, str]] = set()
         self._said_waiting: tuple[int, int] | None = None
@@ -63,8 +66,12 @@ class Station:
         self.adapters: Adapters | None = None
         self.client: ReplicaClient | None = None
         self.refused: dict[tuple[int, int], str] = {}
+        self.brought: deque[Mapping[str, float]] = deque(maxlen=64)  # what the versions since the last look took
         self.unproven: set[tuple[int, int]] = set()  # accepted on the canary's word
         self.in_flight = 0
+        limit, group_size = config.generator.max_in_flight, config.generator.group_size
+        self.crowd = CrowdWatch(fixed=None if limit == "auto" else limit, group_size=group_size)
+        self.patience = Patience(config.run.startup_timeout_s)
         self.failure: NotReady | None = None
 
     @property
@@ -96,11 +103,18 @@ class Station:
             client = ReplicaClient(self._engine.url, token=self._token)
             async with client, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._end_when_lost, incarnation, tasks.cancel_scope)
+                tasks.start_soon(self._restart_when_hung, incarnation, client)
                 await self._serve(client)
+            self._lost_at = anyio.current_time()
             self.current = self.adapters = self.client = self._bringing_since = None
             self.notice.tell()
             if self._forgot.is_set():
                 await self._rest()
+
+    async def _restart_when_hung(self, incarnation: int, client: ReplicaClient) -> None:
+        await self.crowd.watch(client, in_flight=lambda: self.in_flight)
+        self._log.error("replica_hung", replica=client.url, in_flight=self.in_flight, seconds=HUNG_S)
+        self._engine.restart(incarnation, f"produced nothing for {HUNG_S:g} s")
 
     async def _rest(self) -> None:
         """Before a server that has forgotten its adapters is given them again."""
@@ -127,10 +141,8 @@ class Station:
         scope.cancel()
 
     async def _serve(self, client: ReplicaClient) -> None:
-        base_name = await self._check(client)
-        adapters = Adapters(
-            client, self._bucket, self._run, self._scratch, base_name=base_name, root=adapter_root(self._config)
-        )
+        base = await base_name(client, self._config)
+        adapters = Adapters(client, self._bucket, self._run, self._scratch, base_name=base, root=adapter_root(self._config))
         adapters.refused = self.refused
         proven, unusable = False, 0
         while True:
@@ -191,6 +203,9 @@ class Station:
             with contextlib.suppress(VersionRefused):  # remembered and told in the generator's state; the one before goes on
                 self.current = await self._bring(adapters, target)
                 self._good[target] = self.current
+                if self._lost_at is not None:
+                    self._log.info("replica_back", replica=self.url, seconds=round(anyio.current_time() - self._lost_at, 1))
+                    self._lost_at = None
                 while len(self._good) > self._config.run.max_lag + 2:
                     del self._good[next(iter(self._good))]
             self._bringing_since = None
@@ -206,7 +221,10 @@ class Station:
 
     async def _bring(self, adapters: Adapters, key: tuple[int, int]) -> Served:
         unproven = adapters.unproven
+        new = key not in adapters.resident
         served = await adapters.bring(*key)
+        if new:
+            self.brought.append(served.took)
         if adapters.unproven > unproven:
             self.unproven.add(key)
         return served
@@ -306,40 +324,6 @@ class Station:
     def forgot(self) -> None:
         """The replica no longer knows an adapter: it was restarted, or somebody else unloads there."""
         self._forgot.set()
-
-    async def _ask_settings(self, client: ReplicaClient) -> tuple[ServerInfo, list[str]]:
-        for left in reversed(range(_INFO_TRIES)):
-            try:
-                return await client.server_info(), await client.models()
-            except Refused as error:
-                raise NotReady(
-                    f"replica {client.url} does not tell its settings: {error}; vLLM needs VLLM_SERVER_DEV_MODE=1"
-                ) from error
-            except (Unavailable, UnusableAnswer) as error:
-                if not left:
-                    raise NotReady(f"replica {client.url} does not tell its settings: {error}") from error
-                await anyio.sleep(1.0)
-        raise AssertionError("unreachable")
-
-    async def _check(self, client: ReplicaClient) -> str:
-        """The name of its base model. Raises NotReady when it cannot serve this run."""
-        info, models = await self._ask_settings(client)
-        config = self._config
-        slots, rank = config.run.max_lag + 2, lora_rank(config.lora.rank)
-        wrong = [] if models else ["it lists no model"]
-        if info.max_loras == 0:
-            wrong.append("LoRA is off: it needs --enable-lora")
-        elif info.max_loras < slots:
-            wrong.append(f"--max-loras is {info.max_loras}, run.max_lag {config.run.max_lag} needs {slots}")
-        if info.max_loras and info.max_lora_rank < config.lora.rank:
-            wrong.append(f"--max-lora-rank is {info.max_lora_rank}, lora.rank {config.lora.rank} needs {rank}")
-        if info.logprobs_mode and info.logprobs_mode != "processed_logprobs":
-            wrong.append(f"--logprobs-mode is {info.logprobs_mode}, processed_logprobs is needed")
-        if info.max_model_len is not None and info.max_model_len < config.model.max_model_len:
-            wrong.append(f"--max-model-len is {info.max_model_len}, model.max_model_len is {config.model.max_model_len}")
-        if wrong:
-            raise NotReady(f"replica {client.url} cannot serve this run: {'; '.join(wrong)}")
-        return models[0] if config.generator.engine == "remote" else BASE
 
 
 def _first(errors: BaseExceptionGroup[NotReady]) -> NotReady:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import shutil
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,8 @@ class Served:
     version: int
     epoch: int
     manifest: Adapter
+    took: Mapping[str, float]
+    """seconds: fetch_s, load_s, attest_s"""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -106,19 +110,21 @@ class Adapters:
             raise VersionRefused(self.refused[key])
         name = keys.adapter_name(self._run.run_id, version, epoch)
         folder = self._folder / f"v{version}-e{epoch}"
+        watch = _Stopwatch()
         try:
             manifest = await self._manifest(version, epoch)
-            base = await self._base(manifest.probe.token_ids)
             await self._fetch(manifest, folder)
-            verdict = await self._attest(manifest, name, self._path(keys.adapter_folder(version, epoch), folder), base)
+            watch.lap("fetch_s")
+            base = await self._base(manifest.probe.token_ids)
+            verdict = await self._attest(manifest, name, self._path(keys.adapter_folder(version, epoch), folder), base, watch)
         except (VersionRefused, WireError) as error:
             self.refused[key] = str(error)
             self._log.error("version_refused", version=version, epoch=epoch, error=str(error))
             await self._drop(name, folder)
             raise VersionRefused(str(error)) from error
         self.unproven += verdict.kind == "unproven"
-        self._log.debug("version_served", version=version, epoch=epoch, kind=verdict.kind, **verdict.describe())
-        served = self.resident[key] = Served(name=name, version=version, epoch=epoch, manifest=manifest)
+        self._log.debug("version_served", version=version, epoch=epoch, kind=verdict.kind, **verdict.describe(), **watch.laps)
+        served = self.resident[key] = Served(name=name, version=version, epoch=epoch, manifest=manifest, took=watch.laps)
         return served
 
     async def drop(self, served: Served) -> None:
@@ -147,12 +153,14 @@ class Adapters:
     def _path(self, key: str, folder: Path) -> str:
         return str(folder) if self._root is None else f"{self._root.rstrip('/')}/{key}"
 
-    async def _attest(self, manifest: Adapter, name: str, path: str, base: list[float]) -> attest.Verdict:
+    async def _attest(self, manifest: Adapter, name: str, path: str, base: list[float], watch: _Stopwatch) -> attest.Verdict:
         """Raises VersionRefused, with how far what the replica serves is from the adapter and from the base."""
         probe, what = manifest.probe, f"version {manifest.version} (epoch {manifest.epoch})"
         try:
             await self._load(name, path)
+            watch.lap("load_s")
             engine = await self._score(name, probe.token_ids)
+            watch.lap("attest_s")
         except (VersionRefused, UnusableAnswer, Refused) as error:
             if isinstance(error, UnknownAdapter):
                 raise
@@ -198,3 +206,13 @@ class Adapters:
         with suppress(UnknownAdapter, Unavailable, Refused):  # it is not there, or the replica is gone and with it the name
             await self._client.unload_adapter(name)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Stopwatch:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._at = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self._at = round(now - self._at, 4), now

@@ -28,6 +28,8 @@ class CompletionRequest:
     top_k: int = 0
     """0 is off"""
     seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    """all end tokens of the model: a server may know one of several, or none"""
 
     def body(self) -> dict[str, Any]:
         return {
@@ -39,6 +41,7 @@ class CompletionRequest:
             "top_p": self.top_p,
             "top_k": self.top_k,
             "seed": self.seed,
+            "stop_token_ids": list(self.stop_token_ids),
             "logprobs": 0,
             "return_token_ids": True,
         }

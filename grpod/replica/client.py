@@ -22,6 +22,7 @@ import aiohttp
 
 from grpod.replica.answers import Answer, Choice, CompletionRequest, parse_completion, parse_score
 from grpod.replica.errors import Refused, Unavailable, UnknownAdapter, UnusableAnswer
+from grpod.replica.load import Load, parse_load
 
 __all__ = [
     "Answer",
@@ -43,6 +44,8 @@ RETRY_LATER = {408, 425, 429}  # 4xx that are about the moment, not about the re
 class ServerInfo:
     max_loras: int
     """0: the server has no LoRA"""
+    max_cpu_loras: int | None
+    """None: the server does not tell"""
     max_lora_rank: int
     data_parallel_size: int
     dtype: str
@@ -90,8 +93,9 @@ class ReplicaClient:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         await self._exits.aclose()
 
-    async def complete(self, request: CompletionRequest) -> Answer:
-        data = await self._post("/v1/completions", request.body(), self._completions, self._timeouts.completion, request.model)
+    async def complete(self, request: CompletionRequest, *, timeout_s: float | None = None) -> Answer:
+        limit_s = timeout_s or self._timeouts.completion
+        data = await self._post("/v1/completions", request.body(), self._completions, limit_s, request.model)
         return parse_completion(data, request)
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -144,12 +148,21 @@ class ReplicaClient:
         limit = (listed[0] if listed else {}).get("max_model_len") or model.get("max_model_len")
         return ServerInfo(
             max_loras=int(lora.get("max_loras") or 0),
+            max_cpu_loras=None if lora.get("max_cpu_loras") is None else int(lora["max_cpu_loras"]),
             max_lora_rank=int(lora.get("max_lora_rank") or 0),
             data_parallel_size=int(parallel.get("data_parallel_size") or 1),
             dtype=str(model.get("dtype") or "").removeprefix("torch."),
             max_model_len=None if limit is None else int(limit),
             logprobs_mode=str(model.get("logprobs_mode") or ""),
         )
+
+    async def load(self) -> Load | None:
+        """None: the server does not tell. Raises `UnusableAnswer` too."""
+        data = await self._send("GET", "/metrics", None, self._control, self._timeouts.health)
+        try:
+            return parse_load(data.decode(errors="replace"))
+        except ValueError as error:
+            raise UnusableAnswer("metrics", f"/metrics: {error}") from None
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "keep") -> None:
         await self._post(f"/pause?mode={mode}", None, self._control, self._timeouts.control)

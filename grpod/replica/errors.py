@@ -26,6 +26,7 @@ Reason = Literal[
     "logprobs_not_finite",
     "logprobs_null",
     "logprobs_positive",
+    "metrics",
     "model",
     "no_tokens",
     "prompt_ids",

@@ -32,6 +32,7 @@ from grpod.replica import reaper
 from grpod.replica.client import ReplicaClient
 
 LINE_LIMIT = 16_384  # bytes of one log line
+_PROGRESS_S = 10.0  # between two words of a child that is still starting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class ChildSpec:
     silent_s: float = 60.0
     """without a healthy answer for so long, a running child is ended and started again"""
     stop_timeout_s: float = 10.0
+    level: Callable[[str], str] = lambda line: "info"
+    """debug, info, warning or error: at which a line of its output is passed on"""
 
 
 @asynccontextmanager
@@ -83,6 +86,7 @@ class Child:
         self._healthy = False
         self._healthy_since = 0.0
         self._gave_up = ""
+        self._condemned = ""  # why this incarnation is to end
         self._changed = anyio.Event()
         self._stopping = anyio.Event()
         self._said: deque[str] = deque(maxlen=20)
@@ -99,6 +103,12 @@ class Child:
         """Returns when that incarnation is gone, at once if it was before."""
         while self._running and self.incarnation == incarnation:
             await self._changed.wait()
+
+    def restart(self, incarnation: int, reason: str) -> None:
+        """Of a child that is healthy by its own words, and of no use."""
+        if self._running and self.incarnation == incarnation:
+            self._condemned = reason
+            self._change()
 
     async def _run(self) -> None:
         # Ends by `_stopping` alone: a cancelled caller must not leave processes behind.
@@ -128,6 +138,7 @@ class Child:
         process, link, group = await self._start(port)
         assert process.stdout is not None
         self.incarnation, self.url, self._running = self.incarnation + 1, f"http://127.0.0.1:{port}", True
+        self._condemned = ""
         self._log.info("child_started", incarnation=self.incarnation, url=self.url, pid=group)
         self._change()
         pumped = anyio.Event()
@@ -175,21 +186,35 @@ class Child:
                 await self._stopping.wait()
                 tasks.cancel_scope.cancel()
 
+            async def condemned() -> None:
+                nonlocal reason
+                while not self._condemned:
+                    await self._changed.wait()
+                reason = self._condemned
+                tasks.cancel_scope.cancel()
+
             tasks.start_soon(ended)
             tasks.start_soon(stopping)
+            tasks.start_soon(condemned)
             reason = await self._sick(client)
             tasks.cancel_scope.cancel()
         return reason
 
     async def _sick(self, client: ReplicaClient) -> str:
         """Returns when the child was not healthy in time, or no longer is."""
-        spec, look_s = self._spec, 0.05
+        spec, look_s, began = self._spec, 0.05, anyio.current_time()
+        told = began
         with anyio.move_on_after(spec.startup_timeout_s):
             while not await client.health():
+                if anyio.current_time() - told >= _PROGRESS_S:
+                    told = anyio.current_time()
+                    self._log.info(
+                        "child_starting", seconds=round(told - began), last_line=self._said[-1] if self._said else ""
+                    )
                 await anyio.sleep(look_s)
                 look_s = min(spec.health_every_s, look_s * 1.5)
             self._healthy, self._healthy_since = True, anyio.current_time()
-            self._log.info("child_ready", incarnation=self.incarnation)
+            self._log.info("child_ready", incarnation=self.incarnation, seconds=round(self._healthy_since - began, 1))
             self._change()
         seen = anyio.current_time()
         while self._healthy:
@@ -231,7 +256,7 @@ class Child:
         text = line.decode(errors="replace").rstrip()
         if text:
             self._said.append(text)
-            self._log.info("child_output", line=text)
+            getattr(self._log, self._spec.level(text))("child_output", line=text)
 
     def _change(self) -> None:
         self._changed.set()

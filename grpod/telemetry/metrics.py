@@ -103,6 +103,14 @@ METRICS: Final = (
     _gauge("rollout/score_s", "s", "scoring one group, on average"),
     _gauge("rollout/backpressure_s", "s", "without credit, since the last row"),
     _gauge("rollout/generated_tok_s", "tokens/s", "completion tokens of the generator"),
+    _gauge("rollout/inflight_limit", "groups", "that may be in flight, over all replicas"),
+    _gauge("replica/running", "rollouts", "being decoded, over all replicas, at the last look"),
+    _gauge("replica/waiting", "rollouts", "without room in the engine yet, over all replicas"),
+    _gauge("replica/kv_usage", "share", "of the KV cache, at the fullest replica"),
+    _counter("replica/preemptions_total", "rollouts", "thrown out of a full KV cache, since the replicas started"),
+    _gauge("versions/fetch_s", "s", "a version from the bucket to this disk, on average"),
+    _gauge("versions/load_s", "s", "from there into the replica"),
+    _gauge("versions/attest_s", "s", "its proof by the probe"),
     _counter("versions/unproven_total", "versions", "served on the canary's word: the probe was moved too little to tell"),
     _counter(
         "prompts/skipped_total/<reason>", "rows", "of the data set that cannot be asked, once in every data epoch, by reason"

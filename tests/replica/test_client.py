@@ -33,6 +33,7 @@ async def test_a_completion_is_asked_in_vllms_dialect_and_comes_back_by_index():
             "top_p": 1.0,
             "top_k": 0,
             "seed": 1,
+            "stop_token_ids": [],
             "logprobs": 0,
             "return_token_ids": True,
         }

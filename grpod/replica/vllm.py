@@ -1,0 +1,115 @@
+"""`vllm serve` as a child: the command line and environment that a run needs, from the config. Pure.
+
+    slots      --max-loras          the newest, those within max_lag that still have requests, and one that is being attested
+    rank       --max-lora-rank      the smallest that vLLM's kernels know and that holds lora.rank
+    log-probs  --logprobs-mode      of the distribution that was sampled from, after temperature and cuts
+    end        --generation-config  vllm: no sampling default of the model gets in; end tokens go with each request
+
+What the user says in `generator.vllm` wins, but for what the supervisor itself relies on (`OURS`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from grpod.config import Config
+from grpod.errors import ConfigError
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's kernels know
+OURS = ("--host", "--port", "--uds", "--served-model-name", "--model", "--api-key", "--enable-lora", "--no-enable-lora")
+ENV = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # /server_info, /pause, /resume
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+CPU_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by itself it takes half of the machine
+    "TORCHDYNAMO_DISABLE": "1",  # a model that a CPU can serve is not worth minutes of compiling
+}
+SHARED_GPU = 0.45  # share of a GPU's memory where the learner works on it too
+_LEVEL = re.compile(r"^(?:\([^)]*\)\s*)*(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
+_LEVELS = {"DEBUG": "debug", "INFO": "debug", "WARNING": "warning", "ERROR": "error", "CRITICAL": "error"}
+
+
+def lora_rank(rank: int) -> int:
+    """The smallest that vLLM knows and that holds `rank`."""
+    return next(known for known in LORA_RANKS if known >= rank)
+
+
+def slots(max_lag: int) -> int:
+    return max_lag + 2
+
+
+def command(config: Config, base: str, *, port: int, gpus: Sequence[str], shared: bool = False) -> list[str]:
+    """`base`: the model's folder. `gpus` of this one replica: several are used as one (tensor parallel), none is the CPU.
+    `shared`: the learner works on one of them, too."""
+    flags: dict[str, object] = {
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--served-model-name": "base",
+        "--max-lora-rank": lora_rank(config.lora.rank),
+        "--max-loras": slots(config.run.max_lag),
+        "--max-cpu-loras": slots(config.run.max_lag) + 2,
+        "--max-model-len": config.model.max_model_len,
+        "--dtype": config.model.dtype,
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--uvicorn-log-level": "warning",
+    }
+    if len(gpus) > 1:
+        flags["--tensor-parallel-size"] = len(gpus)
+    if shared:
+        flags["--gpu-memory-utilization"] = SHARED_GPU
+    given = {flag(arg) for arg in config.generator.vllm.args}
+    words = [word for name, value in flags.items() if name not in given for word in (name, str(value))]
+    if not gpus and not given & {"--enforce-eager", "--no-enforce-eager"}:
+        words.append("--enforce-eager")
+    return [config.generator.vllm.executable, "serve", base, "--enable-lora", *words, *config.generator.vllm.args]
+
+
+def environment(config: Config, *, gpus: Sequence[str], outer: Mapping[str, str]) -> dict[str, str]:
+    """What is added to `outer`, grpod's own environment; where that already names a CPU setting, it stays."""
+    if gpus:
+        chosen = {"CUDA_VISIBLE_DEVICES": ",".join(_visible(gpus, outer.get("CUDA_VISIBLE_DEVICES")))}
+    else:
+        chosen = {name: value for name, value in CPU_ENV.items() if name not in outer}
+    return {**ENV, **chosen, **config.generator.vllm.env}
+
+
+def _visible(gpus: Sequence[str], outer: str | None) -> list[str]:
+    """cuda:1 is the second of those that grpod may see; an id such as GPU-8f2c… is that GPU. Raises ConfigError."""
+    seen = outer.split(",") if outer else None
+    names = []
+    for gpu in gpus:
+        number = gpu.removeprefix("cuda:")
+        if seen is None or not number.isdigit():
+            names.append(number)
+        elif int(number) < len(seen):
+            names.append(seen[int(number)])
+        else:
+            raise ConfigError(f"generator.devices: {gpu} is not among CUDA_VISIBLE_DEVICES={outer}")
+    return names
+
+
+def flag(arg: str) -> str:
+    """--max_loras=4 -> --max-loras, as vLLM reads it; empty for a value."""
+    return arg.partition("=")[0].replace("_", "-") if arg.startswith("--") else ""
+
+
+def check_args(args: Sequence[str]) -> None:
+    """Raises ConfigError for what would keep grpod from reaching its child."""
+    for arg in args:
+        if arg.startswith("--") and " " in arg.partition("=")[0]:
+            name, _, value = arg.partition(" ")
+            raise ConfigError(f"generator.vllm.args holds {arg!r}: write it as two entries, {name!r} and {value.strip()!r}")
+        if flag(arg) in OURS:
+            raise ConfigError(f"generator.vllm.args holds {arg!r}, which grpod sets by itself")
+
+
+def level(line: str) -> str:
+    """At which level a line of vLLM's output is passed on. Its INFO is grpod's debug; what bears no level (a traceback, a
+    library's print) goes with what surrounds it: info."""
+    found = _LEVEL.match(line)
+    return _LEVELS[found[1]] if found else "info"
