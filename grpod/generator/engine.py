@@ -6,6 +6,7 @@ An engine has incarnations: one that was restarted holds no adapters, and everyt
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,8 @@ from grpod.replica import vllm
 from grpod.replica.client import ReplicaClient
 from grpod.replica.supervise import ChildSpec, supervised
 from grpod.telemetry.log import get_logger
+
+_GPU = re.compile(r"(cuda:)?\d+|(GPU|MIG)-\S+")
 
 
 class Engine(Protocol):
@@ -54,6 +57,8 @@ async def open_engine(
         if generator.engine == "vllm":
             spec = vllm_spec(config, base, device, name, learner_here=learner_here)
         else:
+            if "+" in device:
+                raise ConfigError(f"generator.devices: {device!r}: only generator.engine vllm uses several GPUs as one")
             spec = ChildSpec(
                 name=name,
                 command=lambda port: embedded_command(config, base, device, port),
@@ -73,7 +78,7 @@ def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_her
             "the one of another environment, such as /opt/vllm/bin/vllm"
         )
     gpus = gpus_of(device)
-    shared = learner_here and not set(gpus).isdisjoint(gpus_of(config.learner.device))
+    shared = learner_here and not set(gpus).isdisjoint(_learners(config))
     if shared:
         get_logger().info("gpu_shared_with_learner", gpus=list(gpus), gpu_memory_utilization=vllm.SHARED_GPU)
     return ChildSpec(
@@ -86,12 +91,26 @@ def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_her
 
 
 def gpus_of(device: str) -> tuple[str, ...]:
-    """cuda:0+cuda:1 (tensor parallel) -> both; cpu -> none; empty or auto -> the first one, where there is any."""
+    """cuda:0+cuda:1 (tensor parallel) -> both; cpu -> none; empty or auto -> the first one, where there is any. Raises
+    ConfigError."""
     if device == "cpu":
         return ()
     if device in ("", "auto", "cuda"):
-        return ("cuda:0",) if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() else ()
-    return tuple(f"cuda:{gpu}" if gpu.isdigit() else gpu for gpu in device.split("+"))
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+        there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+        return ("cuda:0",) if there and not hidden else ()
+    parts = [part.strip() for part in device.split("+")]
+    for part in parts:
+        if not _GPU.fullmatch(part):
+            raise ConfigError(f"generator.devices: {device!r} is no device: cpu, cuda:0, or cuda:0+cuda:1 (tensor parallel)")
+    return tuple(f"cuda:{part}" if part.isdigit() else part for part in parts)
+
+
+def _learners(config: Config) -> tuple[str, ...]:
+    try:
+        return gpus_of(config.learner.device)
+    except ConfigError:  # the learner's own to tell
+        return ()
 
 
 def embedded_command(config: Config, base: Path, device: str, port: int) -> list[str]:

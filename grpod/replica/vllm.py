@@ -62,9 +62,11 @@ def command(config: Config, base: str, *, port: int, gpus: Sequence[str], shared
         flags["--tensor-parallel-size"] = len(gpus)
     if shared:
         flags["--gpu-memory-utilization"] = SHARED_GPU
-    given = {flag(arg) for arg in config.generator.vllm.args}
+    given = _given(config.generator.vllm.args)
+    if (theirs := given.get("--max-loras", "")).isdigit():  # vLLM wants at least as many in the CPU's memory
+        flags["--max-cpu-loras"] = int(theirs) + 2
     words = [word for name, value in flags.items() if name not in given for word in (name, str(value))]
-    if not gpus and not given & {"--enforce-eager", "--no-enforce-eager"}:
+    if not gpus and given.keys().isdisjoint({"--enforce-eager", "--no-enforce-eager"}):
         words.append("--enforce-eager")
     return [config.generator.vllm.executable, "serve", base, "--enable-lora", *words, *config.generator.vllm.args]
 
@@ -80,7 +82,7 @@ def environment(config: Config, *, gpus: Sequence[str], outer: Mapping[str, str]
 
 def _visible(gpus: Sequence[str], outer: str | None) -> list[str]:
     """cuda:1 is the second of those that grpod may see; an id such as GPU-8f2c… is that GPU. Raises ConfigError."""
-    seen = outer.split(",") if outer else None
+    seen = None if outer is None else [name.strip() for name in outer.split(",") if name.strip()]
     names = []
     for gpu in gpus:
         number = gpu.removeprefix("cuda:")
@@ -91,6 +93,16 @@ def _visible(gpus: Sequence[str], outer: str | None) -> list[str]:
         else:
             raise ConfigError(f"generator.devices: {gpu} is not among CUDA_VISIBLE_DEVICES={outer}")
     return names
+
+
+def _given(args: Sequence[str]) -> dict[str, str]:
+    """Flag -> value, as `--flag value` or `--flag=value`; empty where none follows."""
+    values = {}
+    for at, arg in enumerate(args):
+        if name := flag(arg):
+            after = next(iter(args[at + 1 :]), "")
+            values[name] = arg.partition("=")[2] or ("" if flag(after) else after)
+    return values
 
 
 def flag(arg: str) -> str:
