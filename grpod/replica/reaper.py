@@ -6,7 +6,7 @@
 The reaper is the child's parent, so that the group's number cannot be given to strangers while it may still be signalled: the
 dead leader stays a zombie until its group is gone. It ends the group when grpod writes seconds of grace to the socket, when
 the socket closes, or when grpod is no longer its parent; and what is left of the group when the child has ended by itself.
-Then it ends too, with the child's exit code (128 + n after signal n).
+Then it ends too, with the child's exit code (128 + n after signal n). The grace that grpod has asked for ends with grpod.
 
 Run by path, with -I -S: it must start in milliseconds and need nothing but the standard library.
 
@@ -55,19 +55,23 @@ def main(link: socket.socket, command: list[str]) -> int:
 
     with contextlib.suppress(OSError):  # grpod is gone already: the loop will see it
         link.sendall(str(child).encode())
-    terminated, kill_at = False, math.inf
+    terminated, alone, kill_at = False, False, math.inf
     while not ended(child):
         now = time.monotonic()
         if now >= kill_at:
             end_group(child, signal.SIGKILL)
             kill_at = math.inf
-        watched = [bell] if terminated else [bell, link.fileno()]
+        watched = [bell] if alone else [bell, link.fileno()]
         ready = select.select(watched, [], [], max(0.0, min(LOOK_S, kill_at - now)))[0]
         if bell in ready:
             os.read(bell, 4096)
-        if not terminated and (link.fileno() in ready or os.getppid() != grpod):
-            terminated, kill_at = True, time.monotonic() + asked_grace(link)
-            end_group(child, signal.SIGTERM)
+        if not alone and (link.fileno() in ready or os.getppid() != grpod):
+            grace_s = asked_grace(link)
+            alone = grace_s is None
+            kill_at = min(kill_at, time.monotonic() + (GRACE_S if grace_s is None else grace_s))
+            if not terminated:
+                end_group(child, signal.SIGTERM)
+            terminated = True
 
     end_group(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -75,12 +79,13 @@ def main(link: socket.socket, command: list[str]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def asked_grace(link: socket.socket) -> float:
+def asked_grace(link: socket.socket) -> float | None:
+    """None: grpod is gone."""
     link.setblocking(False)
     try:
         return float(link.recv(32))
     except (OSError, ValueError):
-        return GRACE_S
+        return None
 
 
 def ended(child: int) -> bool:

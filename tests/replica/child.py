@@ -1,6 +1,6 @@
 """A server for the supervisor's tests, standard library only: child.py PORT [WORD...]
 
-crash         GET /crash ends it with code 3           stubborn   ignores SIGTERM, as does its worker
+crash         GET /crash ends it with code 3           stubborn   SIGTERM does not end it, nor its worker
 sick          GET /sick makes /health answer 503       escape     its worker leaves the process group
 never         exits with code 4 before it listens      deaf       /health is always 503
 It starts one worker process that sleeps, and prints `pids <own> <worker>`.
@@ -20,6 +20,8 @@ if "stubborn" in words:
 worker = subprocess.Popen(
     [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], start_new_session="escape" in words
 )
+if "stubborn" in words:
+    signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 print("pids", os.getpid(), worker.pid, flush=True)
 healthy = "deaf" not in words
 

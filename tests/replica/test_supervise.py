@@ -30,13 +30,20 @@ class Supervised:
         self._said = anyio.Event()
 
     def __call__(self, logger: object, method: str, event: EventDict) -> EventDict:
-        self.entries.append(event.copy())
+        self.entries.append({**event, "at": method})
         self._said.set()
         self._said = anyio.Event()
         raise structlog.DropEvent
 
+    def of(self, name: str) -> list[EventDict]:
+        return [entry for entry in self.entries if entry["event"] == name]
+
     def lines(self) -> list[str]:
-        return [entry["line"] for entry in self.entries if entry["event"] == "child_output"]
+        return [entry["line"] for entry in self.of("child_output")]
+
+    async def said(self) -> None:
+        """Waits for the next event."""
+        await self._said.wait()
 
     async def pids(self) -> list[int]:
         """Of the latest incarnation: the server and its worker."""
@@ -98,6 +105,50 @@ async def test_a_child_is_started_told_of_and_stopped_with_its_workers():
     assert {entry["child"] for entry in it.entries} == {"fake"}
 
 
+async def test_a_child_of_no_use_is_started_again_and_not_for_what_an_earlier_one_did():
+    async with watched() as it:
+        first = await it.child.ready()
+        pids = await it.pids()
+        it.child.restart(first, "produced nothing")
+        await it.child.lost(first)
+        assert await it.child.ready() == 2
+        assert not alive(pids)
+        it.child.restart(first, "too late")
+        await it.call("/crash")
+        await it.child.lost(2)
+        assert await it.child.ready() == 3
+        reasons = [entry["reason"] for entry in it.of("child_restarts")]
+        assert reasons == ["produced nothing", "ended with exit code 3"]
+
+
+async def test_a_child_that_is_always_of_no_use_is_given_up():
+    async with watched() as it:
+        for _ in range(3):
+            it.child.restart(await it.child.ready(), "produced nothing")
+            await it.child.lost(it.child.incarnation)
+        with pytest.raises(NotReady, match="fake produced nothing, after 2 restarts"):
+            await it.child.ready()
+        it.child.restart(3, "again")  # nothing is there to be ended
+
+
+async def test_each_line_is_passed_on_at_its_own_level():
+    async with watched(level=lambda line: "error" if "stderr" in line else "debug") as it:
+        await it.child.ready()
+        await it.pids()
+    levels = {entry["line"].split()[0]: entry["at"] for entry in it.of("child_output")}
+    assert levels == {"to": "error", "pids": "debug"}
+
+
+async def test_a_child_that_is_long_in_starting_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("grpod.replica.supervise._PROGRESS_S", 0.1)
+    async with watched("deaf") as it:
+        while not (told := [entry for entry in it.of("child_starting") if entry["last_line"]]):
+            await it.said()
+        assert told[0]["last_line"] in it.lines()
+        assert told[0]["seconds"] >= 0
+        assert not it.of("child_ready")
+
+
 async def test_a_crash_ends_the_workers_and_begins_a_new_incarnation():
     async with watched() as it:
         first = await it.child.ready()
@@ -108,7 +159,7 @@ async def test_a_crash_ends_the_workers_and_begins_a_new_incarnation():
         assert it.child.url != url
         assert not alive(pids)
         await it.child.lost(first)
-        assert [entry["reason"] for entry in it.entries if entry["event"] == "child_restarts"] == ["ended with exit code 3"]
+        assert [entry["reason"] for entry in it.of("child_restarts")] == ["ended with exit code 3"]
         assert len(alive(await it.pids())) == 2
     assert not alive(await it.pids())
 
@@ -198,15 +249,17 @@ async def test_a_cancelled_caller_leaves_nothing_behind():
 
 
 GRPOD = """
-    import sys, anyio, structlog
+    import signal, sys, anyio, structlog
     from grpod.replica.supervise import ChildSpec, supervised
 
     async def main():
         spec = ChildSpec(name="fake", command=lambda port: [sys.executable, sys.argv[1], str(port), *sys.argv[2:]])
         async with supervised(spec, log=structlog.wrap_logger(structlog.PrintLogger(), processors=[say])) as child:
             await child.ready()
-            print("ready", flush=True)
-            await anyio.sleep_forever()
+            with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+                print("ready", flush=True)
+                async for _ in signals:
+                    break
 
     def say(logger, name, event):
         print(event.get("line", ""), flush=True)
@@ -234,6 +287,19 @@ def start_grpod(word: str) -> tuple[subprocess.Popen[str], list[int]]:
 async def test_kill_9_of_grpod_ends_everything_within_5_s(word: str):
     parent, pids = start_grpod(word)
     with parent:
+        assert len(alive(pids)) == 3
+        parent.kill()
+    assert await gone(pids, 5)
+
+
+async def test_the_grace_that_was_asked_for_ends_with_grpod():
+    """Killed while it waits for a child that takes all of its ten seconds."""
+    parent, pids = start_grpod("stubborn")
+    with parent:
+        parent.send_signal(signal.SIGTERM)
+        for line in parent.stdout or ():
+            if line == "asked to end\n":
+                break
         assert len(alive(pids)) == 3
         parent.kill()
     assert await gone(pids, 5)
