@@ -41,7 +41,7 @@ _UNUSABLE = 4  # turns in a row in which not even the base or the canary could b
 
 
 class Station:
-    """`current`, `client` and `incarnation` are None or stale while the replica is away; `in_flight` counts groups."""
+    """`current`, `client` and `incarnation` are None or stale while the replica is away; `in_flight` and `ended` count groups."""
 
     def __init__(
         self, engine: Engine, config: Config, bucket: Bucket, run: Run, follower: Follower, scratch: Path, token: TokenFile
@@ -69,6 +69,7 @@ class Station:
         self.brought: deque[Mapping[str, float]] = deque(maxlen=64)  # what the versions since the last look took
         self.unproven: set[tuple[int, int]] = set()  # accepted on the canary's word
         self.in_flight = 0
+        self.ended = 0  # groups, however
         limit, group_size = config.generator.max_in_flight, config.generator.group_size
         self.crowd = CrowdWatch(fixed=None if limit == "auto" else limit, group_size=group_size)
         self.patience = Patience(config.run.startup_timeout_s)
@@ -112,7 +113,7 @@ class Station:
                 await self._rest()
 
     async def _restart_when_hung(self, incarnation: int, client: ReplicaClient) -> None:
-        await self.crowd.watch(client, in_flight=lambda: self.in_flight)
+        await self.crowd.watch(client, in_flight=lambda: self.in_flight, ended=lambda: self.ended)
         self._log.error("replica_hung", replica=client.url, in_flight=self.in_flight, seconds=HUNG_S)
         self._engine.restart(incarnation, f"produced nothing for {HUNG_S:g} s")
 
@@ -293,6 +294,7 @@ class Station:
                 if not self._users[served.key]:
                     del self._users[served.key], self._scopes[served.key], self._held[served.key]
                 self.in_flight -= 1
+                self.ended += 1
                 self.notice.tell()
 
     async def holding(self, served: Served) -> ReplicaClient | None:

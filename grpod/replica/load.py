@@ -5,6 +5,7 @@ A server with several engines has a line for each: counts are summed, of the KV 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,4 +51,6 @@ def _samples(text: str) -> Iterator[tuple[str, float]]:
     ours = "".join(line + "\n" for line in text.splitlines() if line.startswith(wanted))
     for family in text_string_to_metric_families(ours):
         for sample in family.samples:
+            if not math.isfinite(sample.value):
+                raise ValueError(f"{sample.name} is {sample.value}")
             yield sample.name, sample.value

@@ -375,3 +375,29 @@ async def test_generator_metrics_stand_in_the_bucket(tmp_path: Path, tiny_base: 
     assert metrics["rollout/score_s"] > 0
     assert metrics["rollout/generated_tok_s"] > 0
     assert metrics["rollout/inflight"] >= 0
+
+
+async def test_token_ids_are_shipped_as_the_engine_gave_them(tmp_path: Path, tiny_base: Path) -> None:
+    """Text is for rewards alone: a sampled `h`, `e` is written `he`, and read again it would be another token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_base))
+    h, e, he, half = tokenizer.convert_tokens_to_ids(["h", "e", "he", "Ã"])  # the last: a byte that is no character
+    sampled = [(h, e, 2), (half, h, e, 2), (he, 2), (h, e, h, e, 2)]
+    assert tokenizer.encode(tokenizer.decode(sampled[0][:2])) == [he] != list(sampled[0][:2])
+
+    def choose(body: Any, index: int) -> dict[str, Any]:
+        ids = list(sampled[index % GROUP_SIZE])
+        return {"token_ids": ids, "logprobs": [-0.5] * len(ids), "text": "something else"}
+
+    reward = (
+        "def reward(completions, completion_ids, **_):\n"
+        "    return [float(text == 'he' and len(ids) == 3) for text, ids in zip(completions, completion_ids)]\n"
+    )
+    async with liar(choose=choose) as replica:
+        outcome = await loop(tmp_path, tiny_base, replica, reward=reward, learner={"steps": 1})
+    assert outcome.error is None
+    group = (await outcome.groups())[0]
+    assert [rollout.completion_ids for rollout in group.rollouts] == sampled
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0, 0.0], "of what these ids say, and of these ids"
+    assert group.prompt_ids == tuple(tokenizer("1+1=")["input_ids"])

@@ -67,7 +67,7 @@ def test_a_device_is_one_gpu_or_several_that_work_as_one(device: str, gpus: tupl
 
 @pytest.mark.parametrize("device", ["gpu0", "cuda:", "cuda:0+", "cuda:0,cuda:1", "cuda:0+cpu"])
 def test_what_is_no_device_is_said(device: str) -> None:
-    with pytest.raises(ConfigError, match="generator.devices: .* is no device"):
+    with pytest.raises(ConfigError, match=r"generator.devices: .* is no device"):
         engine.vllm_spec(config(), Path("base"), device, "r", learner_here=False)
 
 
@@ -77,7 +77,7 @@ def test_a_command_that_is_not_there_is_said_with_what_to_do() -> None:
 
 
 def test_arguments_that_are_grpods_own_are_refused_before_that() -> None:
-    with pytest.raises(ConfigError, match="generator.vllm.args holds '--port=1'"):
+    with pytest.raises(ConfigError, match=r"generator.vllm.args holds '--port=1'"):
         engine.vllm_spec(config("/no/such/vllm", args=("--port=1",)), Path("base"), "cpu", "r", learner_here=False)
 
 
@@ -138,6 +138,6 @@ def test_a_remote_server_on_another_host_must_be_told_where_the_adapters_lie() -
 
     assert root("http://127.0.0.1:8000") is None
     assert root("http://gpu1:8000", adapter_root="/mnt/run") == "/mnt/run"
-    with pytest.raises(ConfigError, match="generator.remote.adapter_root is missing: http://gpu1:8000"):
+    with pytest.raises(ConfigError, match=r"generator.remote.adapter_root is missing: http://gpu1:8000"):
         root("http://gpu1:8000")
     assert engine.adapter_root(config()) is None

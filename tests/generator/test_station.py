@@ -14,9 +14,12 @@ import structlog
 
 from grpod.bucket.base import ObjectMeta
 from grpod.bucket.memory import MemoryBucket
+from grpod.config import Config
 from grpod.context import Context, Stopping
 from grpod.errors import BucketError, NotReady
 from grpod.generator import loop as generator
+from grpod.generator.engine import Engine, Remote
+from grpod.generator.token_file import TokenFile
 from grpod.run.base_model import fingerprint
 from grpod.wire.keys import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from grpod.wire.rollout import Shipment, decode_shipment
@@ -175,3 +178,75 @@ async def test_versions_whose_probe_does_not_tell_are_counted(tmp_path: Path, ti
         outcome = await loop(tmp_path, tiny_base, replica, learner={"steps": 2}, run={"max_lag": 0})
     assert outcome.error is None
     assert (await outcome.metrics())["versions/unproven_total"] >= 2
+
+
+async def test_a_request_that_the_replica_has_lost_is_asked_for_again(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpod.generator.patience.LEAST_S", 0.2)
+    async with liar() as replica:
+        hung = replica.spoil("hang", when=lambda body: body.get("n") == GROUP_SIZE, first=2, times=1)
+        with structlog.testing.capture_logs() as logs:
+            outcome = await loop(tmp_path, tiny_base, replica, learner={"steps": 3}, run={"max_lag": 0})
+        assert hung.matched == 4
+        bodies = [seen.body for seen in replica.requests if seen.path == "/v1/completions" and seen.body["n"] == GROUP_SIZE]
+    assert outcome.error is None
+    assert bodies[1] == bodies[2], "the same version, prompt and seed"
+    assert Counter(end.end for end in await outcome.ends()) == {"trained": 3}
+    assert await outcome.drops() == {}
+    (said,) = [line for line in logs if line["event"] == "replica_unavailable"]
+    assert "was not answered in time" in said["error"]
+
+
+async def test_a_replica_that_has_stopped_is_told_to_its_engine_and_the_group_is_trained(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Healthy by its own word, with sequences that make no token: a child is ended and started again."""
+    monkeypatch.setattr("grpod.generator.crowd.EVERY_S", 0.02)
+    monkeypatch.setattr("grpod.generator.crowd.HUNG_S", 0.2)
+    told: list[tuple[int, str]] = []
+    async with liar() as replica:
+
+        def restart(self: Remote, incarnation: int, reason: str) -> None:
+            told.append((incarnation, reason))
+            for spoiling in replica.spoilings:
+                spoiling.times = 0
+
+        monkeypatch.setattr(Remote, "restart", restart)
+        monkeypatch.setattr("grpod.generator.patience.LEAST_S", 2.0)
+        page = "vllm:num_requests_running 4\nvllm:num_requests_waiting 0\nvllm:generation_tokens_total 7\n"
+        replica.spoil("status", (200, page), path="/metrics")
+        replica.spoil("hang", when=lambda body: body.get("n") == GROUP_SIZE)
+        outcome = await loop(tmp_path, tiny_base, replica, learner={"steps": 1}, run={"startup_timeout_s": 2.0})
+    assert outcome.error is None
+    ((incarnation, reason),) = told
+    assert (incarnation, reason.partition(" for ")[0]) == (1, "produced nothing")
+
+
+async def test_groups_go_to_the_replica_with_the_most_room(
+    tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One replica for each of generator.devices."""
+    async with liar() as a, liar() as b:
+        urls = {"cuda:0": a.url, "cuda:1": b.url}
+
+        @asynccontextmanager
+        async def open_engine(config: Config, base: Path, *, device: str, token: TokenFile, **_: Any) -> AsyncIterator[Engine]:
+            yield Remote(urls[device], config.run.startup_timeout_s, token)
+
+        monkeypatch.setattr(generator, "open_engine", open_engine)
+
+        def a_group(body: Any) -> bool:
+            return isinstance(body, dict) and body.get("n") == GROUP_SIZE
+
+        several = {"devices": list(urls), "max_in_flight": 4}
+        async with scene(tmp_path, tiny_base, a, generator=several, run={"grace_s": 0.5}) as run:
+            await run.publish(0)
+            done = 0
+            while not all(any(a_group(seen.body) for seen in replica.requests) for replica in (a, b)):
+                await run.learner.allow(2)  # until both serve: of two at once the second goes to the other one
+                await run.learner.shipped(done := done + 2)
+            held = {replica.url: replica.spoil("hang", when=a_group) for replica in (a, b)}
+            await run.learner.allow(6)
+            for replica in (a, b):
+                await replica.until(lambda r: held[r.url].matched == 3, timeout_s=10)
