@@ -149,7 +149,11 @@ class LossSection(Section):
 
 class LearnerSection(Section):
     steps: Int = agreed(100, ge=1, doc="optimizer steps of the run")
-    groups_per_step: Int = agreed(16, ge=1, doc="groups with a spread of rewards in one step")
+    groups_per_step: Int = agreed(16, ge=1, doc="groups in one step")
+    zero_spread: Literal["replace", "keep"] = agreed(
+        "replace",
+        doc="a group whose rewards are all equal teaches nothing: another takes its place; keep: it counts in its step",
+    )
     learning_rate: Float = agreed(1e-4, gt=0, doc="peak, AdamW (0.9, 0.95)")
     warmup_steps: Int = agreed(0, ge=0, doc="linear")
     schedule: Literal["constant", "linear", "cosine"] = agreed("constant", doc="after the warm-up")

@@ -44,6 +44,7 @@ class Rules:
     vocab_size: int
     max_positions: int  # of the model; 0: no limit
     mask_truncated: bool
+    keep_zero_spread: bool = False
     ttl_s: float  # a generator whose state stood still for so long is retired
     list_every_s: float = 5.0  # rollouts/ is listed for what no state tells of: other people's objects
     settle_s: float = 0.0  # they are read once they have not changed for so long: a copy into a folder is seen while it grows
@@ -286,12 +287,11 @@ class Feed:
     def _arrive(self, group: Group, version: Version) -> None:
         self.arrivals.add(group)
         fault = admission.trainable(group, mask_truncated=self._rules.mask_truncated)
-        if fault is None:
-            self.idle_run = 0
+        self.idle_run = 0 if fault is None else self.idle_run + 1
+        if fault is None or (fault == "zero_spread" and self._rules.keep_zero_spread):
             self._arrivals += 1
             self._pending.append(Pending(group=group, version=version, arrival=self._arrivals))
         else:
-            self.idle_run += 1
             self._drop(group.group_id, fault)
 
     # ---- ends

@@ -64,6 +64,7 @@ class Session:
                 vocab_size=policy.vocab_size,
                 max_positions=policy.max_positions,
                 mask_truncated=config.learner.loss.mask_truncated,
+                keep_zero_spread=config.learner.zero_spread == "keep",
                 ttl_s=config.run.lease_ttl_s,
                 list_every_s=1.0 if bucket.url.startswith(LOCAL) else 5.0,
                 settle_s=_SETTLE_S if bucket.url.startswith("file:") else 0.0,

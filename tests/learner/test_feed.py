@@ -69,6 +69,15 @@ async def test_groups_come_oldest_version_first() -> None:
     assert [pending.group.group_id for pending in taken] == ["g/1", "g/0"]
 
 
+async def test_a_group_without_a_spread_counts_in_its_step_where_that_is_wanted() -> None:
+    for keep in (False, True):
+        world = World(keep_zero_spread=keep)
+        await world.ship("g", 0, shipped(group("g/0", rewards=(1.0, 1.0))))
+        await world.feed.poll()
+        assert (world.feed.take(1) is not None) == keep
+        assert world.feed.idle_run == 1, "nothing was learnt from it, either way"
+
+
 async def test_fewer_than_asked_for_are_not_taken() -> None:
     world = World()
     await world.ship("g", 0, shipped(group("g/0")))

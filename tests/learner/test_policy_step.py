@@ -131,6 +131,17 @@ def test_the_length_of_a_truncated_completion_changes_nothing(policies: Policies
     assert apart(results[0], weights(without)) > 1e-5  # its reward does count in the group's mean
 
 
+def test_groups_without_a_spread_have_no_gradient(policies: Policies) -> None:
+    """But their tokens count in the denominators, so the step of the others is smaller."""
+    equal = group(*(rollout(A, 1.0) for _ in range(4)))
+    policy = policies()
+    before = weights(policy)
+    report = policy.step([equal])
+    assert (report.skipped, report.metrics["grad_norm"], apart(before, weights(policy))) == (False, 0.0, 0.0)
+    alone, beside = (policies().step([*TWO, *more]).metrics["grad_norm"] for more in ([], [equal]))
+    assert 0 < beside < alone
+
+
 def test_a_step_of_nothing_but_truncated_completions_is_no_step(policies: Policies) -> None:
     policy = policies()
     before = weights(policy)
