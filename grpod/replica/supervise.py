@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import anyio
 from anyio.abc import ByteReceiveStream, Process
@@ -53,6 +54,9 @@ class ChildSpec:
     health_every_s: float = 1.0
     silent_s: float = 60.0
     """without a healthy answer for so long, a running child is ended and started again"""
+    closed_s: float = 2.0
+    """the same once its port is closed, and with no time to stop: a server that ends waits for its open requests, and those
+    of a dead engine never end"""
     stop_timeout_s: float = 10.0
     level: Callable[[str], str] = lambda line: "info"
     """debug, info, warning or error: at which a line of its output is passed on"""
@@ -87,6 +91,7 @@ class Child:
         self._healthy_since = 0.0
         self._gave_up = ""
         self._condemned = ""  # why this incarnation is to end
+        self._stop_s = spec.stop_timeout_s  # how long it may take to
         self._changed = anyio.Event()
         self._stopping = anyio.Event()
         self._said: deque[str] = deque(maxlen=20)
@@ -138,7 +143,7 @@ class Child:
         process, link, group = await self._start(port)
         assert process.stdout is not None
         self.incarnation, self.url, self._running = self.incarnation + 1, f"http://127.0.0.1:{port}", True
-        self._condemned = ""
+        self._condemned, self._stop_s = "", self._spec.stop_timeout_s
         self._log.info("child_started", incarnation=self.incarnation, url=self.url, pid=group)
         self._change()
         pumped = anyio.Event()
@@ -216,12 +221,17 @@ class Child:
             self._healthy, self._healthy_since = True, anyio.current_time()
             self._log.info("child_ready", incarnation=self.incarnation, seconds=round(self._healthy_since - began, 1))
             self._change()
-        seen = anyio.current_time()
+        healthy = open_ = anyio.current_time()
         while self._healthy:
             await anyio.sleep(spec.health_every_s)
             if await client.health():
-                seen = anyio.current_time()
-            elif anyio.current_time() - seen >= spec.silent_s:
+                healthy = open_ = anyio.current_time()
+            elif await listens(self.url):
+                open_ = anyio.current_time()
+            if anyio.current_time() - open_ >= spec.closed_s:
+                self._stop_s = 0.0
+                return f"had closed its port for {spec.closed_s:g} s and did not end"
+            if anyio.current_time() - healthy >= spec.silent_s:
                 return f"was not healthy for {spec.silent_s:g} s"
         return f"was not ready within {spec.startup_timeout_s:g} s"
 
@@ -229,8 +239,8 @@ class Child:
         """Asks the reaper to end the group, and waits; does it itself when the reaper cannot."""
         with link:
             with suppress(OSError):  # the reaper has ended
-                link.sendall(f"{self._spec.stop_timeout_s:g}".encode())
-            with anyio.move_on_after(self._spec.stop_timeout_s + 5.0):
+                link.sendall(f"{self._stop_s:g}".encode())
+            with anyio.move_on_after(self._stop_s + 5.0):
                 await process.wait()
             if process.returncode is None or process.returncode < 0:  # stuck, or killed itself
                 if group is not None:
@@ -267,6 +277,18 @@ def in_words(code: int) -> str:
     """Of the reaper's exit code, which is the child's, or 128 + the signal that ended it."""
     number = -code if code < 0 else code - 128
     return f"by {signal.Signals(number).name}" if number in signal.valid_signals() else f"with exit code {code}"
+
+
+async def listens(url: str) -> bool:
+    """False only if its host says that nobody does."""
+    server = urlsplit(url)
+    try:
+        with anyio.move_on_after(1.0):
+            stream = await anyio.connect_tcp(server.hostname or "", server.port or 80)
+            await stream.aclose()
+    except OSError:
+        return False
+    return True
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 crash         GET /crash ends it with code 3           stubborn   SIGTERM does not end it, nor its worker
 sick          GET /sick makes /health answer 503       escape     its worker leaves the process group
 never         exits with code 4 before it listens      deaf       /health is always 503
+              GET /close closes its port; it does not end
 It starts one worker process that sleeps, and prints `pids <own> <worker>`.
 """
 
@@ -11,6 +12,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 port, words = int(sys.argv[1]), set(sys.argv[2:])
 if "never" in words:
@@ -33,6 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(3)
         if self.path == "/sick":
             healthy = False
+        if self.path == "/close":
+            threading.Thread(target=server.shutdown).start()
         self.send_response(200 if healthy or self.path != "/health" else 503)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -42,4 +47,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 print("to stderr", file=sys.stderr, flush=True)
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+server.serve_forever()
+server.server_close()
+time.sleep(600)

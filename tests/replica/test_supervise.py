@@ -182,6 +182,19 @@ async def test_a_silent_child_is_started_again():
         assert await it.child.ready() == 2
 
 
+async def test_a_child_that_listens_no_longer_and_does_not_end_is_started_again():
+    """So vLLM stays, for ever, when its engine has died under a request that it waits for."""
+    async with watched("stubborn", closed_s=0.1, stop_timeout_s=1000.0) as it:
+        first = await it.child.ready()
+        pids = await it.pids()
+        await it.call("/close")
+        await it.child.lost(first)
+        assert await it.child.ready() == 2
+        assert not alive(pids)
+        assert [entry["reason"] for entry in it.of("child_restarts")] == ["had closed its port for 0.1 s and did not end"]
+        os.kill((await it.pids())[0], signal.SIGKILL)  # it has a thousand seconds
+
+
 @pytest.mark.parametrize(("word", "reason"), [("never", "ended with exit code 4"), ("deaf", "was not ready within 0.2 s")])
 async def test_it_is_given_up_after_the_limit(word: str, reason: str):
     async with watched(word, startup_timeout_s=0.2 if word == "deaf" else 30.0) as it:
