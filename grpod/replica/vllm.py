@@ -28,6 +28,11 @@ CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by itself it takes half of the machine
     "TORCHDYNAMO_DISABLE": "1",  # a model that a CPU can serve is not worth minutes of compiling
 }
+CPU_SWITCHES = {  # and their opposites
+    "--enforce-eager": "--no-enforce-eager",
+    # vLLM 0.32 dies of a seeded request whose prefill is cut: it turns the random generator back, which a CPU's cannot do
+    "--no-enable-chunked-prefill": "--enable-chunked-prefill",
+}
 SHARED_GPU = 0.45  # share of a GPU's memory where the learner works on it too
 _LEVEL = re.compile(r"^(?:\([^)]*\)\s*)*(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 _LEVELS = {"DEBUG": "debug", "INFO": "debug", "WARNING": "warning", "ERROR": "error", "CRITICAL": "error"}
@@ -66,8 +71,8 @@ def command(config: Config, base: str, *, port: int, gpus: Sequence[str], shared
     if (theirs := given.get("--max-loras", "")).isdigit():  # vLLM wants at least as many in the CPU's memory
         flags["--max-cpu-loras"] = int(theirs) + 2
     words = [word for name, value in flags.items() if name not in given for word in (name, str(value))]
-    if not gpus and given.keys().isdisjoint({"--enforce-eager", "--no-enforce-eager"}):
-        words.append("--enforce-eager")
+    if not gpus:
+        words += [switch for switch, other in CPU_SWITCHES.items() if given.keys().isdisjoint({switch, other})]
     return [config.generator.vllm.executable, "serve", base, "--enable-lora", *words, *config.generator.vllm.args]
 
 
