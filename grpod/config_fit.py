@@ -17,6 +17,19 @@ from grpod.config_keys import ROOT, Key, key_at, nearest, wanted
 from grpod.config_keys import Path as KeyPath
 from grpod.config_yaml import Given, Layer, dotted
 
+_PATTERN = "vLLM drops it, and serves one rank and one alpha for all modules"
+NOT_SERVED = {  # fields of PEFT, by name of the key that one would expect -> why there is none
+    "lora.use_dora": "vLLM does not serve DoRA",
+    "lora.modules_to_save": "vLLM does not serve whole modules beside the adapter",
+    "lora.bias": "vLLM does not serve trained biases",
+    "lora.lora_bias": "vLLM does not serve trained biases",
+    "lora.alpha_pattern": _PATTERN,
+    "lora.rank_pattern": _PATTERN,
+    "lora.use_rslora": "the scale is lora.alpha / lora.rank; for the other multiply lora.alpha by the root of lora.rank",
+    "lora.init_lora_weights": "B begins at zero; others (pissa, olora, …) change the base model, which replicas serve as it is",
+    "lora.layers_to_transform": "an adapter is on every layer",
+    "lora.r": "its name is lora.rank",
+}
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 
 
@@ -99,6 +112,8 @@ def unknown(path: KeyPath, *, section: bool = False) -> str:
     if any(isinstance(part, int) for part in path):
         parent = key_at(path[:-1])
         return f"no key {name}; there are {', '.join(parent.below()) if parent else ''}"
+    if why := NOT_SERVED.get(name):
+        return f"no key {name}: {why}; in {words[0]} there are {', '.join(ROOT.below()[words[0]].below())}"
     near = nearest(words, section=section) or nearest(words, section=not section)
     if near is not None:
         return f"no key {name}; did you mean {near.name}?"

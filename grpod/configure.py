@@ -17,7 +17,7 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from grpod.config import Config
-from grpod.config_fit import Fitting, misfit, unknown
+from grpod.config_fit import NOT_SERVED, Fitting, misfit, unknown
 from grpod.config_keys import ROOT, all_keys, key_at, leaves, nearest, schema, table
 from grpod.config_keys import Path as KeyPath
 from grpod.config_yaml import Given, Layer, dotted, read_file, read_value
@@ -96,6 +96,7 @@ class _Whole:
             asked = asked[0].split("_", 1)  # one underscore between section and key
         near = nearest(asked) or nearest(asked, section=True)
         hint = f"; did you mean GRPOD_{'__'.join(near.path).upper()}?" if near else "; variables are named GRPOD_SECTION__KEY"
+        hint = f": {why}" if (why := NOT_SERVED.get(".".join(asked))) else hint
         self.faults.append(f"{name}: no such key{hint}")
 
     def set(self, text: str) -> None:

@@ -41,7 +41,7 @@ _UNUSABLE = 4  # turns in a row in which not even the base or the canary could b
 
 
 class Station:
-    """`current`, `client` and `incarnation` are None or stale while the replica is away; `in_flight` and `ended` count groups."""
+    """`current`, `client` and `incarnation` are None or stale while the replica is away; `in_flight`, `ended` count groups."""
 
     def __init__(
         self, engine: Engine, config: Config, bucket: Bucket, run: Run, follower: Follower, scratch: Path, token: TokenFile
@@ -113,9 +113,10 @@ class Station:
                 await self._rest()
 
     async def _restart_when_hung(self, incarnation: int, client: ReplicaClient) -> None:
-        await self.crowd.watch(client, in_flight=lambda: self.in_flight, ended=lambda: self.ended)
-        self._log.error("replica_hung", replica=client.url, in_flight=self.in_flight, seconds=HUNG_S)
-        self._engine.restart(incarnation, f"produced nothing for {HUNG_S:g} s")
+        while True:  # one that is not ours to restart is watched on
+            await self.crowd.watch(client, in_flight=lambda: self.in_flight, ended=lambda: self.ended)
+            self._log.error("replica_hung", replica=client.url, in_flight=self.in_flight, seconds=HUNG_S)
+            self._engine.restart(incarnation, f"produced nothing for {HUNG_S:g} s")
 
     async def _rest(self) -> None:
         """Before a server that has forgotten its adapters is given them again."""

@@ -20,6 +20,7 @@ from anyio.abc import TaskStatus
 from grpod.bucket.base import Bucket
 from grpod.context import Context
 from grpod.learner import checkpoint
+from grpod.learner.model import resolve_targets
 from grpod.learner.policy import Policy
 from grpod.learner.session import LoadPolicy, Session
 from grpod.run.base_model import fingerprint, resolve_base
@@ -42,6 +43,7 @@ async def run(
     log = get_logger()
     config = ctx.config
     base = await anyio.to_thread.run_sync(resolve_base, config, ctx.folder)
+    await anyio.to_thread.run_sync(resolve_targets, base, config.lora)  # before run.json keeps them for ever
     base_fingerprint = await anyio.to_thread.run_sync(fingerprint, base)
 
     async def begin() -> Joined:

@@ -48,7 +48,14 @@ BAD = {
     "a choice that is none": Case("learner: {loss: {kind: ppo}}\n", ("learner.loss.kind", "ppo", "dapo")),
     "auto or a count": Case("generator: {max_in_flight: 0}\n", ("generator.max_in_flight", "0", "at least 1 or auto")),
     "inside a list": Case("rewards: [{function: math, weight: x}]\n", ("rewards[0].weight", "x"), over_good=False),
-    "a field of PEFT": Case("lora: {use_dora: true}\n", ("lora.use_dora", "target_modules")),
+    "a field of PEFT": Case("lora: {use_dora: true}\n", ("lora.use_dora: vLLM does not serve DoRA", "target_modules")),
+    "whole modules": Case("lora: {modules_to_save: [lm_head]}\n", ("lora.modules_to_save: vLLM does not serve",)),
+    "trained biases": Case("lora: {bias: all}\n", ("lora.bias: vLLM does not serve",)),
+    "an alpha for one module": Case("lora: {alpha_pattern: {q_proj: 64}}\n", ("lora.alpha_pattern: vLLM drops it",)),
+    "a rank for one module": Case("lora: {rank_pattern: {q_proj: 2}}\n", ("lora.rank_pattern: vLLM drops it",)),
+    "another scale": Case("lora: {use_rslora: true}\n", ("lora.use_rslora: the scale is lora.alpha / lora.rank",)),
+    "another beginning": Case("lora: {init_lora_weights: pissa}\n", ("lora.init_lora_weights: B begins at zero",)),
+    "targets by another name": Case("lora: {targets: [embed_tokens]}\n", ("lora.targets; did you mean lora.target_modules?",)),
     "two documents": Case("---\nlearner: {steps: 1}\n", ("c.yaml", "not YAML")),
     "two keys that do not fit": Case("model: {max_model_len: 100}\n", ("max_new_tokens", "max_model_len"), over_good=False),
 }  # fmt: skip
@@ -117,6 +124,8 @@ def test_check_says_what_it_found_and_resolves_a_relative_bucket(grpod: Grpod, t
         ("GRPOD_LEARNER__LOSS__KINDS", "GRPOD_LEARNER__LOSS__KIND"),
         ("GRPOD_TEMPERATURE", "GRPOD_GENERATOR__SAMPLING__TEMPERATURE"),
         ("GRPOD_XYZ", "GRPOD_SECTION__KEY"),
+        ("GRPOD_LORA__USE_DORA", "vLLM does not serve DoRA"),
+        ("GRPOD_LORA__RANG", "GRPOD_LORA__RANK"),
     ],
 )
 @pytest.mark.parametrize("how", [("config", "--check"), ("--role", "learner", "--config")])

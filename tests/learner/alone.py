@@ -151,14 +151,20 @@ class Learning:
 
 @asynccontextmanager
 async def learning(
-    bucket: Bucket, base: Path, *, timeout_s: float = 60.0, run: dict[str, Any] | None = None, **section: Any
+    bucket: Bucket,
+    base: Path,
+    *,
+    timeout_s: float = 60.0,
+    run: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    **section: Any,
 ) -> AsyncIterator[Learning]:
     """`section`: keys of `learner`. On leaving it is asked to stop, and waited for."""
     config = Config.model_validate(
         {
             "run": {"bucket": bucket.url, "max_lag": 2, "grace_s": 5.0, **(run or {})},
             "model": {"base": str(base), "dtype": "float32", "max_model_len": 256},
-            "lora": {"rank": 2, "alpha": 4},
+            "lora": {"rank": 2, "alpha": 4, **(lora or {})},
             "generator": {"sampling": {"max_new_tokens": 8}},
             "learner": {"steps": 1, "groups_per_step": 1, "learning_rate": 1e-2, "device": "cpu", **section},
         }

@@ -11,11 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from grpod.bucket.memory import MemoryBucket
 from grpod.config import Config, LearnerSection, LoraSection
 from grpod.errors import ConfigError
 from grpod.learner.model import choose_device, load, resolve_targets
 from grpod.learner.optimizer import learning_rate
 from grpod.learner.policy import Policy
+from tests.learner.alone import learning
 from tests.learner.policies import FOUR, Policies, apart, config, gradient, group, weights
 
 
@@ -62,6 +64,28 @@ def test_a_target_that_cannot_be_trained_or_served(tmp_path: Path, tiny_base: Pa
     shutil.copy(tiny_base / "config.json", tmp_path)  # no weights are there: the message comes before they are asked for
     with pytest.raises(ConfigError, match=message):
         resolve_targets(tmp_path, LoraSection(target_modules=["v_proj", target]))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("embed_tokens", "cannot be served"), ("lm_head", "cannot be served"), ("qproj", "did you mean q_proj")],
+)
+async def test_such_a_run_is_not_begun_and_no_weights_are_read(
+    tmp_path: Path, tiny_base: Path, target: str, words: str, tied: bool
+) -> None:
+    base, bucket = tmp_path / "base", MemoryBucket(f"memory://{tmp_path}")
+    shutil.copytree(tiny_base, base)
+    (base / "model.safetensors").write_bytes(b"no weights")
+    raw: dict[str, Any] = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": tied}))
+    async with learning(bucket, base, lora={"target_modules": [target]}) as run:
+        error = await run.end()
+    assert isinstance(error, ConfigError)
+    assert f"lora.target_modules '{target}'" in str(error)
+    assert words in str(error)
+    assert await run.listed("") == [], "run.json would keep what cannot be"
 
 
 def test_dropout_of_the_base_model_is_switched_off(tmp_path: Path, tiny_base: Path) -> None:
