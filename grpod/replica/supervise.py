@@ -144,6 +144,7 @@ class Child:
         assert process.stdout is not None
         self.incarnation, self.url, self._running = self.incarnation + 1, f"http://127.0.0.1:{port}", True
         self._condemned, self._stop_s = "", self._spec.stop_timeout_s
+        self._said.clear()  # the last words of another
         self._log.info("child_started", incarnation=self.incarnation, url=self.url, pid=group)
         self._change()
         pumped = anyio.Event()
