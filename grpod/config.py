@@ -103,8 +103,8 @@ class SamplingSection(Section):
 
 class VllmSection(Section):
     executable: str = local("vllm", doc="path of the vllm command; may lie in another virtual environment")
-    args: list[str] = local([], doc="further arguments")
-    env: dict[str, str] = local({}, doc="further environment variables")
+    args: list[str] = local([], doc="further arguments, one entry a word; they win over what grpod asks for")
+    env: dict[str, str] = local({}, doc="further environment variables; they win, too")
 
 
 class RemoteSection(Section):
@@ -115,12 +115,14 @@ class RemoteSection(Section):
 
 class GeneratorSection(Section):
     engine: Literal["embedded", "vllm", "remote"] = local(
-        "embedded", doc="embedded: transformers, for CPUs; vllm; remote: a URL"
+        "embedded", doc="embedded: transformers, for CPUs; vllm: started here; remote: a URL"
     )
     group_size: Int = agreed(8, ge=2, doc="rollouts that share a prompt")
     sampling: SamplingSection = agreed(SamplingSection(), doc="how completions are drawn")
-    max_in_flight: Count | Literal["auto"] = local("auto", doc="groups in flight at a replica")
-    devices: list[str] = local([], doc="one replica each, such as cuda:0; empty: one replica, embedded on the CPU")
+    max_in_flight: Count | Literal["auto"] = local("auto", doc="groups in flight at a replica; auto: by its /metrics")
+    devices: list[str] = local(
+        [], doc="one replica each: cpu, cuda:0, cuda:0+cuda:1 (vllm: as one); empty: one, on the CPU (vllm: on cuda:0, if any)"
+    )
     advertise: str = local("", doc="URL under which the proxy reaches the replica; empty: it is not registered")
     idle_exit_s: Float | None = local(None, gt=0, doc="end when there was no credit for so long; empty: never by itself")
     reward_workers: Int = local(2, ge=1, doc="processes that score")

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 SECTIONS = (
     "What you see",
+    "vLLM",
     "The three roles",
     "A run on Hugging Face Jobs",
     "Owned GPUs with systemd",
@@ -172,7 +173,8 @@ def test_every_yaml_is_a_config_that_starts_every_role(path: Path) -> None:
     configure.check_roles(loaded.config, ("learner", "generator", "proxy"), path=path)
     data = loaded.config.data
     assert data is not None
-    assert (path.parent / data.source).is_file(), "an example brings its prompts"
+    hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", data.source) and not Path(data.source).suffix
+    assert hub_id or (path.parent / data.source).is_file(), "an example brings its prompts, or names them on the Hub"
 
 
 def test_yaml_in_the_readme_is_config() -> None:
@@ -204,7 +206,7 @@ def test_what_the_readme_tells_to_run_exists() -> None:
 def commands() -> Iterator[list[str]]:
     """Every command of the README's bash blocks, in words."""
     for block in re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL):
-        for line in re.sub(r"&&\n", "\n", block).splitlines():
+        for line in re.sub(r"&&\n", "\n", block.replace("\\\n", "")).splitlines():
             yield from (shlex.split(part, comments=True) for part in line.split("&&") if shlex.split(part, comments=True))
 
 
