@@ -24,6 +24,7 @@ from grpod.bucket.base import Bucket
 from grpod.errors import GrpodError, NotReady, WireError
 from grpod.replica import attest
 from grpod.replica.client import Refused, ReplicaClient, Unavailable, UnknownAdapter, UnusableAnswer
+from grpod.replica.plain_lora import beyond
 from grpod.telemetry.log import get_logger
 from grpod.wire import keys
 from grpod.wire.adapter import Adapter
@@ -117,6 +118,7 @@ class Adapters:
             watch.lap("fetch_s")
             base = await self._base(manifest.probe.token_ids)
             verdict = await self._attest(manifest, name, self._path(keys.adapter_folder(version, epoch), folder), base, watch)
+            await self._check_config(manifest, folder, verdict)
         except (VersionRefused, WireError) as error:
             self.refused[key] = str(error)
             self._log.error("version_refused", version=version, epoch=epoch, error=str(error))
@@ -174,13 +176,25 @@ class Adapters:
             raise VersionRefused(f"{what} is not what replica {self._client.url} serves: {verdict}")
         return verdict
 
-    async def _load(self, name: str, path: str) -> None:
+    async def _check_config(self, manifest: Adapter, folder: Path, verdict: attest.Verdict) -> None:
+        """Also where this engine makes of it what the probe says: another one would not. Raises VersionRefused."""
+        if keys.ADAPTER_CONFIG not in manifest.files:
+            return
+        if more := beyond(await anyio.Path(folder / keys.ADAPTER_CONFIG).read_bytes(), manifest.lora):
+            raise VersionRefused(
+                f"version {manifest.version} (epoch {manifest.epoch}) is not the plain LoRA that its manifest tells of: its "
+                f"{keys.ADAPTER_CONFIG} has {'; '.join(more)}; {verdict}"
+            )
+
+    async def _load(self, name: str, path: str, *, again: bool = False) -> None:
         try:
             await self._client.load_adapter(name, path)
         except Refused as error:
-            if "already been loaded" not in str(error):
+            if again or "already been loaded" not in str(error):
                 raise VersionRefused(f"it would not load it: {error}") from error
-            # names are never reused, and the probe tells what stands behind it
+            # By a generator before this one, whose files are gone: an engine that reads them once more dies of it.
+            await self._client.unload_adapter(name)
+            await self._load(name, path, again=True)
         except Unavailable as error:
             if error.status == 500 and await self._client.health():  # vLLM's word for files that it cannot use
                 raise VersionRefused(f"it could not load it: {error}") from error

@@ -27,6 +27,8 @@ NOISE_FACTOR = 4.0  # how far beyond the base's noise the adapter may be
 FLOOR, FLOOR_SHARE = 2e-5, 2e-3  # nats rms, and share of the adapter's effect: where the bases agree to the last bit
 RESOLVED = 0.5  # of the noise; smaller moves may be rounded away
 OTHER_BASE = 0.5  # nats rms: no arithmetic of the same weights is so far off (bf16: 0.05)
+OTHER_BASE_SHARE = 0.5  # nor by so much of how the log-probs differ from token to token: two models that know nothing are near
+OTHER_BASE_LEAST = 0.01  # nats rms; where they hardly differ at all
 CANARY_LEAST = 3e-3  # nats rms that the canary must move, also without any noise; the learner made it move 0.01 at least
 CANARY_FACTOR = 2.5  # and beyond the noise: two scores of one model are sqrt(2) of it apart when nothing repeats exactly
 CANARY_MOST = 0.3  # and no more than this; on a model that can be moved at all the learner made it move 1
@@ -79,7 +81,9 @@ def judge(
 
 
 def same_base(base_logprobs: Sequence[float], engine_base: Sequence[float]) -> bool:
-    return rms(base_logprobs, engine_base) <= OTHER_BASE
+    mean = math.fsum(base_logprobs) / len(base_logprobs)
+    spread = rms(base_logprobs, [mean] * len(base_logprobs))
+    return rms(base_logprobs, engine_base) <= min(OTHER_BASE, max(OTHER_BASE_LEAST, OTHER_BASE_SHARE * spread))
 
 
 def canary_wanted(base_logprobs: Sequence[float], engine_base: Sequence[float]) -> float:

@@ -36,6 +36,7 @@ __all__ = [
     "UnusableAnswer",
 ]
 
+_NOT_FINITE = "float values are not JSON compliant"
 IDLE_S = 3.0  # below vLLM's 5
 RETRY_LATER = {408, 425, 429}  # 4xx that are about the moment, not about the request
 
@@ -203,6 +204,8 @@ class ReplicaClient:
             # a 404 may also be a wrong path: only one that speaks of the name says that the name is unknown
             if refused.status == 404 and model is not None and model in refused.message:
                 raise UnknownAdapter(404, refused.message) from None
+            if refused.status == 400 and _NOT_FINITE in refused.message:  # what vLLM says instead of NaN among the log-probs
+                raise UnusableAnswer("logprobs_not_finite", f"{path}: {refused.message}") from None
             raise
 
     async def _send(

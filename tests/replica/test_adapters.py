@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,9 @@ from grpod.bucket.memory import MemoryBucket
 from grpod.replica.adapters import Adapters
 from grpod.replica.client import ReplicaClient
 from grpod.wire.adapter import Probe
+from grpod.wire.keys import adapter_name
 from grpod.wire.run import Run
+from tests.fakes import FakeReplica
 from tests.run.made import RUN_ID, MadeRun
 
 
@@ -46,3 +49,23 @@ async def test_the_base_is_scored_once_for_each_probe(tmp_path: Path) -> None:
     for version in range(3):
         await adapters.bring(version, 1)
     assert [asked for asked in replica.asked if asked[0] == "base"] == [("base", 3), ("base", 4)]
+
+
+@pytest.mark.anyio
+async def test_a_name_that_another_one_has_left_there_is_loaded_anew_from_files_of_its_own(tmp_path: Path) -> None:
+    """Where the one before had its files, nothing is left: an engine that has to read them again dies of it."""
+    bucket = MemoryBucket("memory://test-adapters-left")
+    made = await MadeRun(bucket).begin()
+    ids = [1, 2, 3]
+    await made.adapter(0, probe=probe(ids))
+    run = Run(run_id=RUN_ID, config={}, base_fingerprint="f", created_at=0.0)
+
+    def scored(model: str, token_ids: Sequence[int]) -> list[float]:
+        base = [-float(token) for token in token_ids[1:]]
+        return base if model == "base" else [b - 0.1 * (-1) ** i for i, b in enumerate(base)]
+
+    async with FakeReplica(score=scored) as replica, ReplicaClient(replica.url) as client:
+        name = adapter_name(RUN_ID, 0, 1)
+        replica.adapters[name] = "/left/behind"
+        await Adapters(client, bucket, run, tmp_path).bring(0, 1)
+        assert replica.adapters == {name: str(tmp_path / "v0-e1")}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from grpod.replica.attest import CANARY_MOST, Verdict, canary_wanted, judge, rms, same_base
+from grpod.replica.attest import CANARY_MOST, OTHER_BASE, Verdict, canary_wanted, judge, rms, same_base
 
 N = 160
 
@@ -105,3 +105,12 @@ def test_the_canary_has_to_move_more_than_the_noise() -> None:
 def test_another_base_model_is_told_from_noise() -> None:
     assert same_base(BASE, engine(BASE, 2, 0.09))
     assert not same_base(BASE, draw(7, 3.0))
+
+
+def test_two_models_that_know_nothing_are_told_apart() -> None:
+    """All their log-probs are near that of chance, and so near each other."""
+    untrained, other = ([-6.2 + value for value in draw(seed, 0.22)] for seed in (8, 9))
+    assert rms(untrained, other) < OTHER_BASE
+    assert not same_base(untrained, other)
+    assert same_base(untrained, engine(untrained, 2, 0.01))
+    assert same_base([-6.2] * N, engine([-6.2] * N, 2, 1e-4))

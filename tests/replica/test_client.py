@@ -52,6 +52,14 @@ async def test_prompt_logprobs_are_read_as_a_score():
             await client.score("base", [9, 8, 7, 9])
 
 
+async def test_vllms_way_to_say_that_a_logprob_is_no_number_is_an_unusable_answer():
+    async with FakeReplica() as replica, ReplicaClient(replica.url) as client:
+        replica.spoil("status", (400, '{"error": {"message": "Out of range float values are not JSON compliant"}}'))
+        for ask in (lambda: client.complete(REQUEST), lambda: client.score("base", [9, 8, 7])):
+            with pytest.raises(UnusableAnswer, match="logprobs_not_finite"):
+                await ask()
+
+
 async def test_the_token_is_read_anew_for_each_request_and_follows_no_redirect():
     tokens = iter(["one", "two", None])
     async with FakeReplica() as replica, FakeReplica() as elsewhere:
