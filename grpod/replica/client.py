@@ -6,7 +6,8 @@
 
 vLLM closes a connection that was idle for 5 s; ours are dropped before. If one is reset all the same before the first byte of
 an answer, the request is sent once more on a fresh connection. There is no other retry here: callers know better what to do.
-Redirects are not followed: a token must not travel to another host.
+Who leaves the context makes what is still asked fail as `Unavailable`. Redirects are not followed: a token must not travel to
+another host.
 """
 
 from __future__ import annotations
@@ -218,6 +219,8 @@ class ReplicaClient:
         tries: _Tries | None = None,
     ) -> bytes:
         """The body of a 200. Raises `Unavailable` and `Refused`."""
+        if session.closed:
+            raise Unavailable(self.url, f"{path}: this client was left")
         token = self._token() if self._token is not None else None
         headers = {"Content-Type": "application/json"} if data is not None else {}
         if token:
@@ -234,6 +237,8 @@ class ReplicaClient:
             except aiohttp.ClientConnectorError:
                 raise  # nobody listens: a fresh connection is what just failed
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if self._fresh.closed:  # left meanwhile: it is we who have cut the connection
+                    raise
                 if tries is not None:
                     tries.again = True
                 response = await self._fresh.request(method, self.url + path, **options)

@@ -116,6 +116,25 @@ async def test_a_silent_replica_is_given_up_in_the_end():
         assert not await client.health()
 
 
+async def test_a_request_whose_client_is_left_is_unavailable():
+    """A group outlives the replica's incarnation that it was sent to."""
+    told: list[Unavailable] = []
+
+    async def ask() -> None:
+        with pytest.raises(Unavailable) as error:
+            await client.complete(REQUEST)
+        told.append(error.value)
+
+    async with FakeReplica() as replica, anyio.create_task_group() as tasks:
+        replica.spoil("hang")
+        async with ReplicaClient(replica.url) as client:
+            tasks.start_soon(ask)
+            await replica.until(lambda r: r.count("/v1/completions") == 1)
+        await ask()
+    assert len(told) == 2
+    assert replica.count("/v1/completions") == 1
+
+
 async def test_refusals_carry_the_servers_words_and_an_unknown_name_has_its_own_class():
     async with FakeReplica() as replica, ReplicaClient(replica.url) as client:
         replica.spoil("status", (400, json.dumps({"error": {"message": "too long"}})), times=1)
