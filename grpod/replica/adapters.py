@@ -87,7 +87,14 @@ class Adapters:
                 f"replica {self._client.url} serves another base model than the learner's: "
                 f"log-probs of the probe are {distance:.2f} nats apart (rms)"
             )
-        await self._client.load_adapter(name, self._path(keys.CANARY, folder))
+        path = self._path(keys.CANARY, folder)
+        try:
+            await self._client.load_adapter(name, path)
+        except Refused as error:
+            if isinstance(error, UnknownAdapter):
+                raise
+            needs = "vLLM needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and a remote one generator.remote.adapter_root"
+            raise NotReady(f"replica {self._client.url} does not load an adapter from {path}: {error}; {needs}") from error
         try:
             moved = await self._score(name, probe.token_ids)
         finally:

@@ -250,3 +250,13 @@ async def test_groups_go_to_the_replica_with_the_most_room(
             await run.learner.allow(6)
             for replica in (a, b):
                 await replica.until(lambda r: held[r.url].matched == 3, timeout_s=10)
+
+
+async def test_a_server_that_loads_no_adapter_is_told_what_it_needs(tmp_path: Path, tiny_base: Path) -> None:
+    """As vLLM does without VLLM_ALLOW_RUNTIME_LORA_UPDATING, and one on another host with another path."""
+    async with liar() as replica:
+        replica.spoil("status", (404, '{"detail": "Not Found"}'), path="/v1/load_lora_adapter")
+        outcome = await loop(tmp_path, tiny_base, replica)
+    assert isinstance(outcome.error, NotReady)
+    for words in ("/canary: ", "404: Not Found", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "generator.remote.adapter_root"):
+        assert words in str(outcome.error)
