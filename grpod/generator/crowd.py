@@ -85,7 +85,8 @@ class CrowdWatch:
         return self._crowd.limit if self._tells else UNTOLD
 
     async def watch(self, client: ReplicaClient, *, in_flight: Callable[[], int], ended: Callable[[], int]) -> None:
-        """Returns when the replica has stopped: groups are in flight, and for HUNG_S it has produced nothing."""
+        """Returns when the replica has stopped: it was asked for something (a group, a score, a load), and for HUNG_S it has
+        produced nothing."""
         self._crowd = replace(self._crowd, preemptions=None, queued=0)
         tokens, moved = -1, anyio.current_time()
         while True:
@@ -105,7 +106,7 @@ class CrowdWatch:
                 load, group_size=self._group_size, in_flight=in_flight(), ended=ended(), reached=self.reached
             )
             self.reached = False
-            if load.tokens != tokens or not in_flight():
+            if load.tokens != tokens or not (in_flight() or client.outstanding):
                 tokens, moved = load.tokens, now
             elif now - moved >= HUNG_S:
                 return None

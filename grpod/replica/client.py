@@ -78,6 +78,7 @@ class ReplicaClient:
         self._token = token  # asked again for each request: tokens are rotated
         self._timeouts = timeouts or Timeouts()
         self._exits = AsyncExitStack()
+        self.outstanding = 0  # completions, scores, loads and the like that were sent and are not answered yet
 
     async def __aenter__(self) -> Self:
         async def session(**connections: Any) -> aiohttp.ClientSession:
@@ -199,6 +200,7 @@ class ReplicaClient:
         tries: _Tries | None = None,
     ) -> bytes:
         data = None if body is None else json.dumps(body).encode()
+        self.outstanding += 1
         try:
             return await self._send("POST", path, data, session, timeout_s, tries)
         except Refused as refused:
@@ -208,6 +210,8 @@ class ReplicaClient:
             if refused.status == 400 and _NOT_FINITE in refused.message:  # what vLLM says instead of NaN among the log-probs
                 raise UnusableAnswer("logprobs_not_finite", f"{path}: {refused.message}") from None
             raise
+        finally:
+            self.outstanding -= 1
 
     async def _send(
         self,

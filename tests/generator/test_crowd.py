@@ -278,3 +278,20 @@ async def test_a_limit_of_the_config_stands() -> None:
         replica.step, watch.reached = 1, True
         assert not await watch_while(replica, watch, looks=5)
     assert watch.limit == 3
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/completions"])
+async def test_a_replica_that_answers_no_load_and_no_score_hangs_as_well(path: str) -> None:
+    """No group is in flight: all wait for that version."""
+    watch = CrowdWatch(fixed=None, group_size=G)
+    async with Talking() as replica, ReplicaClient(replica.url) as client, anyio.create_task_group() as tasks:
+        replica.spoil("hang", path=path)
+        tasks.start_soon(client.load_adapter, "v1", "/nowhere")
+        tasks.start_soon(client.score, "base", [5, 6, 7])
+        with anyio.fail_after(10):
+            await watch.watch(client, in_flight=lambda: 0, ended=lambda: 0)
+        assert client.outstanding == 1
+        tasks.cancel_scope.cancel()
+    assert client.outstanding == 0
