@@ -24,7 +24,7 @@ from grpod.replica.load import Load
 
 FIRST, UNTOLD = 16, 32  # groups
 EVERY_S = 1.0
-HUNG_S = 120.0  # without a token: longer than any prefill or compilation while serving
+HUNG_S = 300.0  # without a token: longer than any prefill or compilation while serving, on a CPU too
 KV_FULL, KV_ROOM = 0.95, 0.85
 SHRINK, GROW = 0.9, 1 / 8
 RAREST = 64  # times that all groups in flight have ended, between two tries to have more of them
@@ -44,7 +44,7 @@ class Crowd:
     moved_at: int = 0
     """groups that had ended when the limit was moved"""
     wait: int = 1
-    """times that all groups in flight end before it grows; doubled whenever the cache ran over"""
+    """times that all groups in flight end before it grows; doubled whenever the cache ran over, halved by growing"""
 
     def after(self, load: Load, *, group_size: int, in_flight: int, ended: int, reached: bool) -> Crowd:
         """Of groups: `in_flight` now, `ended` since the start. `reached`: the limit kept some from being begun since the
@@ -58,13 +58,15 @@ class Crowd:
         if in_flight and (ran_over or load.kv_usage > KV_FULL):
             wait = min(RAREST, 2 * self.wait)
             return replace(seen, limit=max(1, int(fits * SHRINK)), growing=False, moved_at=ended, wait=wait)
-        if in_flight and seen.queued >= 2:
-            return replace(seen, limit=min(self.limit, int(fits) + 1), growing=False, moved_at=ended)
+        if in_flight and seen.queued >= 2 and load.running:  # half at most: after a restart all prefill at once, and few run
+            limit = min(self.limit, max(int(fits) + 1, self.limit // 2))
+            return replace(seen, limit=limit, growing=False, moved_at=ended)
         if reached and not queue and load.kv_usage < KV_ROOM:
             if self.growing:
                 return replace(seen, limit=self.limit * 2, moved_at=ended)
             if ended - self.moved_at >= self.limit * self.wait:
-                return replace(seen, limit=self.limit + max(1, int(self.limit * GROW)), moved_at=ended)
+                limit = self.limit + max(1, int(self.limit * GROW))
+                return replace(seen, limit=limit, moved_at=ended, wait=max(1, self.wait // 2))
         return seen
 
 
@@ -106,7 +108,7 @@ class CrowdWatch:
                 load, group_size=self._group_size, in_flight=in_flight(), ended=ended(), reached=self.reached
             )
             self.reached = False
-            if load.tokens != tokens or not (in_flight() or client.outstanding):
+            if load.tokens != tokens or not client.outstanding:
                 tokens, moved = load.tokens, now
             elif now - moved >= HUNG_S:
                 return None

@@ -23,6 +23,7 @@ from grpod.generator.token_file import TokenFile
 from grpod.replica import vllm
 from grpod.replica.client import ReplicaClient
 from grpod.replica.supervise import ChildSpec, supervised
+from grpod.run.base_model import weights_dtype
 from grpod.telemetry.log import get_logger
 
 _GPU = re.compile(r"(cuda:)?\d+|(GPU|MIG)-\S+")
@@ -81,9 +82,10 @@ def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_her
     shared = learner_here and not set(gpus).isdisjoint(_learners(config))
     if shared:
         get_logger().info("gpu_shared_with_learner", gpus=list(gpus), gpu_memory_utilization=vllm.SHARED_GPU)
+    dtype = weights_dtype(base, config.model.dtype)
     return ChildSpec(
         name=name,
-        command=lambda port: vllm.command(config, str(base), port=port, gpus=gpus, shared=shared),
+        command=lambda port: vllm.command(config, str(base), port=port, gpus=gpus, shared=shared, dtype=dtype),
         env=vllm.environment(config, gpus=gpus, outer=os.environ),
         startup_timeout_s=config.run.startup_timeout_s,
         level=vllm.level,

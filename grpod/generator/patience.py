@@ -1,7 +1,8 @@
 """How long one answer is waited for: ten times the slowest of the last ones, and a minute at least.
 
 A request that a server has lost never fails by itself, and its group would hold a version, and the learner, for ever. Before
-the first answer nothing is known of this model on this device: then as long as it may take to start.
+the first answer nothing is known of this model on this device: then as long as it may take to start. A group that was not
+answered in time is given twice as long when it is asked again: it may be the long one among short ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Patience:
     def answered(self, seconds: float) -> None:
         self._took.append(seconds)
 
-    @property
-    def seconds(self) -> float:
-        return max(LEAST_S, FACTOR * max(self._took)) if self._took else max(LEAST_S, self._first_s)
+    def seconds(self, timed_out: int = 0) -> float:
+        """`timed_out`: times that this group was not answered in time."""
+        usual = FACTOR * max(self._took) if self._took else self._first_s
+        return max(LEAST_S, usual) * 2.0**timed_out

@@ -98,16 +98,16 @@ async def make_group(shop: Workshop, station: Station, served: Served, group_id:
 
 async def _ask(station: Station, served: Served, request: CompletionRequest, row: int) -> Answer | str:
     """The answer, or the reason why there is none. `row` of the data set, for the log."""
-    reason = ""
+    reason, timed_out = "", 0
     for attempt in range(ASKED):
         if attempt:
             await anyio.sleep(_PAUSE_S * 2 ** (attempt - 1))
         client = await station.holding(served)
         if client is None:
             return "version_gone"
-        sent = anyio.current_time()
+        sent, timeout_s = anyio.current_time(), station.patience.seconds(timed_out)
         try:
-            answer = await client.complete(request, timeout_s=station.patience.seconds)
+            answer = await client.complete(request, timeout_s=timeout_s)
             station.patience.answered(anyio.current_time() - sent)
             return answer
         except UnusableAnswer as error:
@@ -115,6 +115,7 @@ async def _ask(station: Station, served: Served, request: CompletionRequest, row
             station.complain("answer_unusable", reason=error.reason, error=str(error))
         except Unavailable as error:
             reason = "replica_unavailable"
+            timed_out += anyio.current_time() - sent >= timeout_s
             station.complain("replica_unavailable", reason=str(error.status), error=str(error))
         except UnknownAdapter:
             reason = "replica_unavailable"

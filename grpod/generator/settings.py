@@ -14,12 +14,12 @@ from grpod.replica import vllm
 from grpod.replica.adapters import BASE
 from grpod.replica.client import Refused, ReplicaClient, ServerInfo, Unavailable, UnusableAnswer
 
-_TRIES = 10
+_AGAIN_S = 1.0
 
 
 async def base_name(client: ReplicaClient, config: Config) -> str:
     """The name of its base model. Raises NotReady when it cannot serve this run."""
-    info, models = await _ask(client)
+    info, models = await _ask(client, config.run.startup_timeout_s)
     if wrong := unfit(info, models, config):
         raise NotReady(f"replica {client.url} cannot serve this run: {'; '.join(wrong)}")
     return models[0] if config.generator.engine == "remote" else BASE
@@ -51,15 +51,15 @@ def unfit(info: ServerInfo, models: Sequence[str], config: Config) -> list[str]:
     return wrong
 
 
-async def _ask(client: ReplicaClient) -> tuple[ServerInfo, list[str]]:
-    for left in reversed(range(_TRIES)):
+async def _ask(client: ReplicaClient, timeout_s: float) -> tuple[ServerInfo, list[str]]:
+    deadline = anyio.current_time() + timeout_s
+    while True:
         try:
             return await client.server_info(), await client.models()
         except Refused as error:
             needs = "its token is wrong or missing" if error.status in (401, 403) else "vLLM needs VLLM_SERVER_DEV_MODE=1"
             raise NotReady(f"replica {client.url} does not tell its settings: {error}; {needs}") from error
         except (Unavailable, UnusableAnswer) as error:
-            if not left:
+            if anyio.current_time() + _AGAIN_S > deadline:
                 raise NotReady(f"replica {client.url} does not tell its settings: {error}") from error
-            await anyio.sleep(1.0)
-    raise AssertionError("unreachable")
+            await anyio.sleep(_AGAIN_S)

@@ -287,8 +287,8 @@ async def listens(url: str) -> bool:
         with anyio.move_on_after(1.0):
             stream = await anyio.connect_tcp(server.hostname or "", server.port or 80)
             await stream.aclose()
-    except OSError:
-        return False
+    except OSError as error:  # anyio's, of one address: its cause tells; no file to be had here says nothing of the child
+        return not isinstance(error.__cause__ or error, ConnectionRefusedError)
     return True
 
 

@@ -23,6 +23,7 @@ ENV = {
     "VLLM_SERVER_DEV_MODE": "1",  # /server_info, /pause, /resume
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "VLLM_API_KEY": "",  # one in the user's shell is for another server
 }
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by itself it takes half of the machine
@@ -47,9 +48,9 @@ def slots(max_lag: int) -> int:
     return max_lag + 2
 
 
-def command(config: Config, base: str, *, port: int, gpus: Sequence[str], shared: bool = False) -> list[str]:
+def command(config: Config, base: str, *, port: int, gpus: Sequence[str], shared: bool = False, dtype: str = "") -> list[str]:
     """`base`: the model's folder. `gpus` of this one replica: several are used as one (tensor parallel), none is the CPU.
-    `shared`: the learner works on one of them, too."""
+    `shared`: the learner works on one of them, too. `dtype`: in place of model.dtype."""
     flags: dict[str, object] = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -58,7 +59,7 @@ def command(config: Config, base: str, *, port: int, gpus: Sequence[str], shared
         "--max-loras": slots(config.run.max_lag),
         "--max-cpu-loras": slots(config.run.max_lag) + 2,
         "--max-model-len": config.model.max_model_len,
-        "--dtype": config.model.dtype,
+        "--dtype": dtype or config.model.dtype,
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
         "--uvicorn-log-level": "warning",
@@ -82,6 +83,7 @@ def environment(config: Config, *, gpus: Sequence[str], outer: Mapping[str, str]
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(_visible(gpus, outer.get("CUDA_VISIBLE_DEVICES")))}
     else:
         chosen = {name: value for name, value in CPU_ENV.items() if name not in outer}
+        chosen["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that the config does not name is somebody else's
     return {**ENV, **chosen, **config.generator.vllm.env}
 
 

@@ -100,6 +100,14 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def weights_dtype(folder: Path, dtype: str) -> str:
+    """What `dtype` means for this base: of `auto`, the one that its config names, as the learner loads it. vLLM's own `auto`
+    makes 16 bits of 32, which would be trained on as noise."""
+    config = _json(folder / CONFIG)
+    named = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    return str(named).removeprefix("torch.") if dtype == "auto" and named else dtype
+
+
 def _weights(folder: Path) -> list[Path]:
     """The files that transformers and vLLM load: those of the index, else all that lie there."""
     names = sorted(set((_json(folder / INDEX).get("weight_map") or {}).values())) or ["model.safetensors"]

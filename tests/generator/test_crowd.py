@@ -204,10 +204,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crowd, "HUNG_S", 0.05)
 
 
-async def watch_while(replica: FakeReplica, watch: CrowdWatch, *, looks: int, in_flight: int = 1) -> bool:
+async def watch_while(
+    replica: FakeReplica, watch: CrowdWatch, *, looks: int, in_flight: int = 1, asked: int | None = None
+) -> bool:
     """Until so many looks were taken: did it say that the replica hangs?"""
     said = False
     async with ReplicaClient(replica.url) as client, anyio.create_task_group() as tasks:
+        client.outstanding = in_flight if asked is None else asked
 
         async def run() -> None:
             nonlocal said
@@ -245,6 +248,14 @@ async def test_a_replica_that_holds_sequences_and_makes_no_token_hangs() -> None
 async def test_one_that_has_nothing_to_do_does_not() -> None:
     async with Talking() as replica:
         assert not await watch_while(replica, CrowdWatch(fixed=None, group_size=G), looks=30, in_flight=0)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("quick")
+async def test_one_whose_groups_wait_for_a_version_does_not() -> None:
+    """As after a restart, while a large adapter comes from a slow bucket."""
+    async with Talking() as replica:
+        assert not await watch_while(replica, CrowdWatch(fixed=None, group_size=G), looks=30, in_flight=3, asked=0)
 
 
 @pytest.mark.anyio

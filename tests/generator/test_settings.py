@@ -27,7 +27,12 @@ GOOD: dict[str, Any] = {
 def config(engine: str = "remote", dtype: str = "bfloat16", max_lag: int = 4) -> Config:
     generator = {"engine": engine, "remote": {"url": "http://127.0.0.1:1"}}
     return Config.model_validate(
-        {"generator": generator, "model": {"dtype": dtype}, "lora": {"rank": 9}, "run": {"max_lag": max_lag}}
+        {
+            "generator": generator,
+            "model": {"dtype": dtype},
+            "lora": {"rank": 9},
+            "run": {"max_lag": max_lag, "startup_timeout_s": 0.5},
+        }
     )
 
 
@@ -121,7 +126,7 @@ async def test_a_server_that_does_not_let_itself_be_asked(status: tuple[int, str
 
 @pytest.mark.anyio
 async def test_a_server_that_is_away_for_a_moment_is_asked_again_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_TRIES", 2)
+    monkeypatch.setattr(settings, "_AGAIN_S", 0.01)
     async with FakeReplica(max_lora_rank=16, max_model_len=2048) as replica:
         replica.spoil("status", (503, "not now"), path="/server_info", times=1)
         assert await ask(replica) == "base"

@@ -123,7 +123,7 @@ def test_a_child_on_the_cpu_takes_little_of_the_machine_unless_the_user_says_so(
     made = vllm.environment(config(), gpus=[], outer={})
     assert made["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == made["VLLM_SERVER_DEV_MODE"] == "1"
     assert (made["VLLM_CPU_KVCACHE_SPACE"], made["TORCHDYNAMO_DISABLE"]) == ("1", "1")
-    assert "CUDA_VISIBLE_DEVICES" not in made
+    assert made["CUDA_VISIBLE_DEVICES"] == "", "a GPU that was not named is somebody else's"
     assert "VLLM_CPU_KVCACHE_SPACE" not in vllm.environment(config(), gpus=[], outer={"VLLM_CPU_KVCACHE_SPACE": "8"})
     asked = vllm.environment(config(env={"VLLM_CPU_KVCACHE_SPACE": "4"}), gpus=[], outer={"VLLM_CPU_KVCACHE_SPACE": "8"})
     assert asked["VLLM_CPU_KVCACHE_SPACE"] == "4"

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from grpod.config import Config
 from grpod.errors import ConfigError, NotReady
 from grpod.run import base_model
-from grpod.run.base_model import eos_ids, fingerprint, resolve_base
+from grpod.run.base_model import eos_ids, fingerprint, resolve_base, weights_dtype
 
 
 def config(base: Any, **model: Any) -> Config:
@@ -334,3 +334,13 @@ def test_offline_only_the_cache_is_looked_at(hub: dict[str, Any], monkeypatch: p
     (cached / "refs" / "main").write_text("a" * 40)
     assert resolve_base(config("someone/model"), tmp_path) == snapshot
     assert not hub["asked"]
+
+
+@pytest.mark.parametrize(
+    ("config", "meant"),
+    [({"dtype": "float32"}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16"), ({}, "auto")],
+)
+def test_auto_is_what_the_base_was_saved_in(tmp_path: Path, config: dict[str, str], meant: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert weights_dtype(tmp_path, "auto") == meant
+    assert weights_dtype(tmp_path, "float16") == "float16"

@@ -50,7 +50,8 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Completions, as vLLM counts them."""
+        return sum(len(job.choices) for job in list(self._waiting))
 
     def submit(self, job: Job) -> None:
         self._commands.put(lambda: self._waiting.append(job))
