@@ -140,7 +140,7 @@ async def test_a_request_finishes_under_the_adapter_that_it_began_with(replica_u
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            await until(http, "num_requests_waiting", 1)
+            await until(http, "num_requests_waiting", 2)
             await client.unload_adapter("v1")
             shutil.rmtree(copied)
             await client.resume()
@@ -256,7 +256,7 @@ async def test_pause_abort_ends_what_runs_and_queues_what_comes(replica_url: str
         assert all(choice["token_ids"] for choice in answers[0]["choices"])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, request().body())
-            await until(http, "num_requests_waiting", 1)
+            await until(http, "num_requests_waiting", request().n)
             assert len(answers) == 1
             await client.resume()
         assert all(choice["finish_reason"] != "abort" for choice in answers[1]["choices"])
