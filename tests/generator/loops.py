@@ -141,7 +141,8 @@ def write_config(
             "sampling": {"max_new_tokens": 8},
             "reward_workers": 1,
         },
-        "learner": {"steps": 2, "groups_per_step": 1},
+        # a group that the fake happens to cut in all its completions would be replaced by another: tests count groups
+        "learner": {"steps": 2, "groups_per_step": 1, "loss": {"mask_truncated": False}},
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
