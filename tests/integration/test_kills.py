@@ -56,7 +56,9 @@ def test_a_killed_learner_goes_on_from_its_checkpoint_and_nothing_is_trained_twi
     print(reasons, ends)
     assert ends["trained"] > ends["dropped"]
     assert reasons["foreign_epoch"] == 0, reasons
-    assert reasons["stale"] + reasons["stale_in_flight"] + reasons["lost"] <= 0.1 * len(made), reasons
+    # each death costs at most what was credited when it came; a learner that is left alone has the bar of test_lifecycle.py
+    window = (1 + 4) * 4  # groups: max_lag and the next publish, groups_per_step
+    assert reasons["stale"] + reasons["stale_in_flight"] + reasons["lost"] <= 4 * window, reasons
 
 
 def test_killed_before_its_first_checkpoint_it_begins_again(on: Fleet) -> None:
