@@ -95,7 +95,7 @@ class Dispatch:
             groups_per_step=learner.groups_per_step,
             outstanding=self._feed.outstanding(),
         )
-        if self._pacing.grant(self._feed.roster.live(), free, anyio.current_time()):
+        if self._pacing.grant(self._feed.roster.serving(), free, anyio.current_time()):
             self._announcer.touch()
 
     def _republish_if_refused(self, publisher: Publisher) -> None:

@@ -132,10 +132,10 @@ class Feed:
         return sum(self._versions.lag(p.version) >= self._rules.max_lag for p in self._pending)
 
     def outstanding(self) -> int:
-        """Groups credited to somebody alive, or read from somebody else, that have not ended."""
-        live = set(self.roster.live())
-        unowned = sum(1 for p in (*self._pending, *self._taken) if p.group.generator not in live)
-        return unowned + sum(self._pacing.outstanding(name) for name in live)
+        """Groups credited to somebody who serves, or read from somebody else, that have not ended."""
+        serving = set(self.roster.serving())
+        unowned = sum(1 for p in (*self._pending, *self._taken) if p.group.generator not in serving)
+        return unowned + sum(self._pacing.outstanding(name) for name in serving)
 
     def hopeless(self) -> str | None:
         """Why nothing will ever be trained in this run, as far as its generators know."""

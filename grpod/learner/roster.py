@@ -46,6 +46,11 @@ class Roster:
     def live(self) -> list[str]:
         return [source.name for source in self if source.live]
 
+    def serving(self) -> list[str]:
+        """Live, and with a replica that holds a version. What one that is not has been credited holds up nobody else: it may
+        be minutes until it goes on, and its groups are as old then as those that were made in their place."""
+        return [source.name for source in self if source.live and source.state is not None and source.state.resident]
+
     def retired(self) -> list[str]:
         return sorted(source.name for source in self if source.retired and source.state is not None)
 

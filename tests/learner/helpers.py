@@ -80,5 +80,5 @@ def state(name: str, *, begun: int, open_: Sequence[str] = (), next_seq: int = 0
         started_at=0.0,
         updated_at=0.0,
         period_s=5.0,
-        **more,
+        **{"resident": ["0-1"], **more},
     ).encode()

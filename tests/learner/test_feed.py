@@ -294,6 +294,19 @@ async def test_every_end_returns_its_credit() -> None:
     assert world.feed.outstanding() == 0
 
 
+async def test_what_one_was_credited_whose_replica_is_away_holds_up_nobody() -> None:
+    """Else nothing is left for the others when it was the faster one, and the learner stands still until it is back."""
+    world = World()
+    await world.feed.poll()
+    world.pacing.granted = {"slow": 3, "fast": 9}
+    await world.state("slow", begun=0)
+    for counter, (resident, outstanding) in enumerate(((["0-1"], 12), ([], 3), (["0-1"], 12))):
+        await world.state("fast", begun=0, counter=counter, resident=resident)
+        await world.feed.poll()
+        assert world.feed.outstanding() == outstanding
+        assert ("fast" in world.feed.roster.serving()) == bool(resident)
+
+
 async def test_groups_of_one_that_is_gone_are_outstanding_until_they_are_trained() -> None:
     world = World()
     await world.ship("gone", 0, shipped(group("gone/0")))
