@@ -54,12 +54,9 @@ class Meter:
             generated, scored = zip(*self._groups, strict=True)
             values |= {"rollout/duration_s": fmean(generated), "rollout/score_s": fmean(scored)}
         if self._brought:
-            mean = {name: fmean(took[name] for took in self._brought) for name in self._brought[0]}
-            values |= {
-                "versions/fetch_s": mean["fetch_s"],
-                "versions/load_s": mean["load_s"],
-                "versions/attest_s": mean["attest_s"],
-            }
+            values["versions/fetch_s"] = fmean(took["fetch_s"] for took in self._brought)
+            values["versions/load_s"] = fmean(took["load_s"] for took in self._brought)
+            values["versions/attest_s"] = fmean(took["attest_s"] for took in self._brought)
         if self._since is not None and now > self._since:
             values["rollout/generated_tok_s"] = self._tokens / (now - self._since)
         values |= {f"prompts/skipped_total/{reason}": count for reason, count in self._skipped.items()}

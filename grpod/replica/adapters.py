@@ -72,6 +72,7 @@ class Adapters:
         self.resident: dict[tuple[int, int], Served] = {}
         self.refused: dict[tuple[int, int], str] = {}
         self.unproven = 0
+        self._begun: dict[str, Path] = {}  # name -> folder: loaded, and not attested yet
 
     async def prove(self, version: int, epoch: int) -> None:
         """The canary: raises NotReady when this server ignores adapters, or serves another base model; UnusableAnswer,
@@ -118,11 +119,14 @@ class Adapters:
             raise VersionRefused(self.refused[key])
         name = keys.adapter_name(self._run.run_id, version, epoch)
         folder = self._folder / f"v{version}-e{epoch}"
+        for left, its_folder in [(left, path) for left, path in self._begun.items() if left != name]:
+            await self._drop(left, its_folder)  # its score did not come, and a newer version did: it must not keep a slot
         watch = _Stopwatch()
         try:
             manifest = await self._manifest(version, epoch)
             await self._fetch(manifest, folder)
             watch.lap("fetch_s")
+            self._begun[name] = folder
             base = await self._base(manifest.probe.token_ids)
             verdict = await self._attest(manifest, name, self._path(keys.adapter_folder(version, epoch), folder), base, watch)
             await self._check_config(manifest, folder, verdict)
@@ -131,6 +135,7 @@ class Adapters:
             self._log.error("version_refused", version=version, epoch=epoch, error=str(error))
             await self._drop(name, folder)
             raise VersionRefused(str(error)) from error
+        del self._begun[name]
         self.unproven += verdict.kind == "unproven"
         self._log.debug("version_served", version=version, epoch=epoch, kind=verdict.kind, **verdict.describe(), **watch.laps)
         served = self.resident[key] = Served(name=name, version=version, epoch=epoch, manifest=manifest, took=watch.laps)
@@ -224,6 +229,7 @@ class Adapters:
         return await self._client.score(model, token_ids)
 
     async def _drop(self, name: str, folder: Path) -> None:
+        self._begun.pop(name, None)
         with suppress(UnknownAdapter, Unavailable, Refused):  # it is not there, or the replica is gone and with it the name
             await self._client.unload_adapter(name)
         shutil.rmtree(folder, ignore_errors=True)

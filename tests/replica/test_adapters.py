@@ -10,7 +10,7 @@ import pytest
 
 from grpod.bucket.memory import MemoryBucket
 from grpod.replica.adapters import Adapters
-from grpod.replica.client import ReplicaClient
+from grpod.replica.client import ReplicaClient, Unavailable
 from grpod.wire.adapter import Probe
 from grpod.wire.keys import adapter_name
 from grpod.wire.run import Run
@@ -30,7 +30,12 @@ class Scores:
 
     async def score(self, model: str, token_ids: list[int]) -> list[float]:
         self.asked.append((model, len(token_ids)))
-        return [-float(token) - (0.0 if model == "base" else 0.1 * (-1) ** i) for i, token in enumerate(token_ids[1:])]
+        return scored(model, token_ids)
+
+
+def scored(model: str, token_ids: Sequence[int]) -> list[float]:
+    base = [-float(token) for token in token_ids[1:]]
+    return base if model == "base" else [b - 0.1 * (-1) ** i for i, b in enumerate(base)]
 
 
 def probe(ids: list[int]) -> Probe:
@@ -60,12 +65,27 @@ async def test_a_name_that_another_one_has_left_there_is_loaded_anew_from_files_
     await made.adapter(0, probe=probe(ids))
     run = Run(run_id=RUN_ID, config={}, base_fingerprint="f", created_at=0.0)
 
-    def scored(model: str, token_ids: Sequence[int]) -> list[float]:
-        base = [-float(token) for token in token_ids[1:]]
-        return base if model == "base" else [b - 0.1 * (-1) ** i for i, b in enumerate(base)]
-
     async with FakeReplica(score=scored) as replica, ReplicaClient(replica.url) as client:
         name = adapter_name(RUN_ID, 0, 1)
         replica.adapters[name] = "/left/behind"
         await Adapters(client, bucket, run, tmp_path).bring(0, 1)
         assert replica.adapters == {name: str(tmp_path / "v0-e1")}
+
+
+@pytest.mark.anyio
+async def test_a_version_whose_score_never_came_keeps_no_slot(tmp_path: Path) -> None:
+    bucket = MemoryBucket("memory://test-adapters-score")
+    made = await MadeRun(bucket).begin()
+    for version in range(2):
+        await made.adapter(version, probe=probe([1, 2, 3]))
+    run = Run(run_id=RUN_ID, config={}, base_fingerprint="f", created_at=0.0)
+
+    async with FakeReplica(score=scored) as replica, ReplicaClient(replica.url) as client:
+        adapters = Adapters(client, bucket, run, tmp_path)
+        replica.spoil("status", (503, "not now"), when=lambda body: body["model"] == adapter_name(RUN_ID, 0, 1))
+        with pytest.raises(Unavailable):
+            await adapters.bring(0, 1)
+        assert list(replica.adapters) == [adapter_name(RUN_ID, 0, 1)]
+        await adapters.bring(1, 1)
+        assert list(replica.adapters) == [adapter_name(RUN_ID, 1, 1)]
+        assert not (tmp_path / "v0-e1").exists()

@@ -35,6 +35,7 @@ def test_a_killed_vllm_costs_what_was_in_flight_and_is_back_by_itself(tmp_path: 
         serving(struck, incarnation=2)
         back = struck.until("replica_back")
         meanwhile, again = on.state()["step"] - step, on.begun()
+        assert meanwhile >= 5, f"{meanwhile} steps in {back['seconds']} s: the other has gone on"
         waited(lambda: all(n > again[of] for of, n in on.begun().items()), "both begin groups again", START_S, on.tails)
         on.until_step(on.state()["step"] + 10)
         subprocess.run(runs.command("stop", on.url), check=True, timeout=60)
