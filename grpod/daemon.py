@@ -35,6 +35,7 @@ from grpod.errors import BucketError, GrpodError, NotReady
 from grpod.imports import IMPORTING
 from grpod.telemetry import log as logs
 from grpod.wire import keys
+from grpod.wire.state import LearnerState
 
 __all__ = ["ROLES", "Context", "Stopping", "Takeover", "main"]
 
@@ -175,7 +176,8 @@ async def _readiness(ctx: Context, roles: Sequence[_Role]) -> None:
     with anyio.move_on_after(timeout_s):
         for role in roles:
             await role.ready.wait()
-        log.info("ready")
+        if not ctx.stop.requested or ctx.stop.reason == ROLES_ENDED:  # else they have ended before they were
+            log.info("ready")
         return
     if not ctx.stop.requested:
         late = ", ".join(role.name for role in roles if not role.ready.is_set())
@@ -202,15 +204,20 @@ async def _signals(stop: Stopping, *, task_status: anyio.abc.TaskStatus[None]) -
 
 
 async def _tell(ctx: Context) -> None:
-    """Who has trained is told what came out of it, on stdout."""
-    kinds = {name.partition("-")[0] for name in ctx.roles}
-    if "learner" not in kinds or keys.FINAL_MANIFEST not in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
+    """Who has trained is told on stdout what came out of it, or how it goes on."""
+    if "learner" not in {name.partition("-")[0] for name in ctx.roles}:
         return
-    from grpod.run.report import report  # reads Parquet: no other process needs it
-
     try:
-        print("\n" + await report(ctx.bucket, ctx.config, ctx.folder), flush=True)
-    except GrpodError as error:  # the run is over and whole; only its summary is not to be had
+        if keys.FINAL_MANIFEST in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
+            from grpod.run.report import report  # reads Parquet: no other process needs it
+
+            print("\n" + await report(ctx.bucket, ctx.config, ctx.folder), flush=True)
+        elif keys.LEARNER_STATE in await ctx.bucket.stat([keys.LEARNER_STATE]):
+            found = await ctx.bucket.get(keys.LEARNER_STATE)
+            assert found is not None
+            state = LearnerState.decode(found.data, keys.LEARNER_STATE)
+            print(f"\nstopped at step {state.step} of {state.steps}: the same command goes on from there", flush=True)
+    except GrpodError as error:  # the work is done and whole; only its summary is not to be had
         log.warning("no_report", error=str(error))
 
 

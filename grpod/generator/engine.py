@@ -51,8 +51,7 @@ async def open_engine(
     machine, too. Raises ConfigError."""
     generator = config.generator
     if generator.engine == "remote":
-        if not generator.remote.url:
-            raise ConfigError("generator.remote.url is missing: generator.engine is remote")
+        check_engine(config)
         yield Remote(generator.remote.url, config.run.startup_timeout_s, token)
     else:
         if generator.engine == "vllm":
@@ -69,16 +68,29 @@ async def open_engine(
             yield child
 
 
-def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_here: bool) -> ChildSpec:
-    """Raises ConfigError when there is no such command, or it cannot be used as the config says."""
-    vllm.check_args(config.generator.vllm.args)
-    executable = config.generator.vllm.executable
-    if shutil.which(executable) is None:
+def check_engine(config: Config) -> None:
+    """What can be told before a base model is there: that may be gigabytes away. Raises ConfigError."""
+    generator = config.generator
+    if generator.engine == "remote" and not generator.remote.url:
+        raise ConfigError("generator.remote.url is missing: generator.engine is remote")
+    if generator.engine != "vllm":
+        return
+    vllm.check_args(generator.vllm.args)
+    if shutil.which(generator.vllm.executable) is None:
         raise ConfigError(
-            f"generator.vllm.executable {executable!r} is no command here: install vllm (pip install 'grpod[vllm]'), or name "
-            "the one of another environment, such as /opt/vllm/bin/vllm"
+            f"generator.vllm.executable {generator.vllm.executable!r} is no command here: install vllm (in a checkout of "
+            "grpod: pip install -e '.[vllm]'), or name the one of another environment, such as /opt/vllm/bin/vllm"
         )
+    for device in generator.devices:
+        gpus_of(device)
+
+
+def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_here: bool) -> ChildSpec:
+    """Raises ConfigError, as check_engine does."""
+    check_engine(config)
     gpus = gpus_of(device)
+    if not gpus and device != "cpu":
+        get_logger().warning("vllm_on_cpu", message="no GPU is to be seen here; generator.devices: [cpu] if that is meant")
     shared = learner_here and not set(gpus).isdisjoint(_learners(config))
     if shared:
         get_logger().info("gpu_shared_with_learner", gpus=list(gpus), gpu_memory_utilization=vllm.SHARED_GPU)

@@ -155,6 +155,7 @@ class Child:
             healthy_s = anyio.current_time() - self._healthy_since if self._healthy else 0.0
             self._running = self._healthy = False
             self._change()
+            self._log.info("child_ending", reason=reason, most_s=self._stop_s)
             await self._end(process, link, group)
             with anyio.move_on_after(2.0):  # its last words; whoever holds the pipe any longer is no child of ours
                 await pumped.wait()
@@ -267,7 +268,10 @@ class Child:
         text = line.decode(errors="replace").rstrip()
         if text:
             self._said.append(text)
-            getattr(self._log, self._spec.level(text))("child_output", line=text)
+            level = self._spec.level(text)
+            if self._stopping.is_set() or (level == "warning" and not self._healthy):
+                level = "debug"  # what it says of being ended; what it warns of at every start (an error there is told)
+            getattr(self._log, level)("child_output", line=text)
 
     def _change(self) -> None:
         self._changed.set()

@@ -34,8 +34,9 @@ from grpod.run.reading import (
 from grpod.run.tally import Groups, Known, tally
 from grpod.run.text import ago, counts, to_text
 from grpod.wire import keys
+from grpod.wire.lease import Beat
 from grpod.wire.rollout import decode_ids
-from grpod.wire.run import Final
+from grpod.wire.run import Final, Run
 from grpod.wire.state import GeneratorState, LearnerState
 
 MEAN_STEPS = 5  # of the first and the last reward
@@ -59,6 +60,7 @@ class Generator:
 class Status:
     url: str
     run_id: str
+    state: str  # waiting (no learner yet), running, stopped (in order), silent (for longer than its lease), ended
     ended: str | None  # why; None: it goes on
     version: int | None  # the newest that counts
     step: int
@@ -108,16 +110,18 @@ async def status(bucket: Bucket) -> Status:
     generators = await read_generators(bucket)
     curves = await learner_curves(bucket, frozenset((_REWARD, _LAG, _BACKLOG)), lineage, edge=_EDGE)
     rewards, backlog = list(curves[_REWARD].values()), _last(curves[_BACKLOG])
+    updated_s = max(0.0, now - learner.updated_at) if learner else None
     return Status(
         url=bucket.url,
         run_id=run.run_id,
+        state="ended" if final else await _state(bucket, run, lineage, updated_s),
         ended=final.reason if final else None,
         version=final.version if final else await _version(bucket, learner, lineage),
         step=final.step if final else learner.step if learner else _checkpointed(checkpoints),
         steps=learner.steps if learner else None,
         epoch=lineage.highest_epoch,
         holder=str(lineage.holder.holder) if lineage.holder else None,
-        updated_s=max(0.0, now - learner.updated_at) if learner else None,
+        updated_s=updated_s,
         waiting_for=learner.waiting_for if learner and not final else 0,
         reward_first=_mean(rewards[:MEAN_STEPS]),
         reward_last=_mean(rewards[-MEAN_STEPS:]),
@@ -126,6 +130,16 @@ async def status(bucket: Bucket) -> Status:
         groups=await _groups(bucket, generators, final, checkpoints),
         generators=[_generator(state, now) for state in sorted(generators.values(), key=lambda s: s.started_at)],
     )
+
+
+async def _state(bucket: Bucket, run: Run, lineage: Lineage, updated_s: float | None) -> str:
+    if lineage.holder is None:
+        return "waiting"
+    beat = await read(bucket, Beat, keys.beat(lineage.highest_epoch))
+    if beat is not None and beat.released:
+        return "stopped"
+    ttl_s = run.config.get("run", {}).get("lease_ttl_s", 30.0)
+    return "silent" if updated_s is not None and updated_s > ttl_s else "running"
 
 
 async def _version(bucket: Bucket, learner: LearnerState | None, lineage: Lineage) -> int | None:
@@ -185,10 +199,14 @@ def _lines(s: Status) -> Iterable[Table | Text]:
     facts.add_row("run", escape(f"{s.run_id}  {s.url}"))
     if s.ended is not None:
         facts.add_row("state", f"[green]ended[/] ({escape(s.ended)})")
-    elif s.holder is None:
+    elif s.state == "waiting":
         facts.add_row("state", "[yellow]no learner yet[/]")
-    else:
-        waits = f", waits for {s.waiting_for} groups" if s.waiting_for else ""
+    elif s.state == "stopped":
+        facts.add_row("state", f"[yellow]stopped[/] at step {s.step}: the same command goes on from there")
+    elif s.state == "silent":
+        facts.add_row("state", "[red]no learner[/]: it has shown no sign of life for longer than its lease")
+    if s.ended is None and s.state != "waiting":
+        waits = f", waits for {s.waiting_for} groups" if s.waiting_for and s.state == "running" else ""
         seen = "no sign of life yet" if s.updated_s is None else f"seen {ago(s.updated_s)}"
         facts.add_row("learner", escape(f"{s.holder}, epoch {s.epoch}, {seen}{waits}"))
     facts.add_row("step", f"[bold]{s.step}[/]{'' if s.steps is None else f' of {s.steps}'}")

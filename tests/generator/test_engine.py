@@ -72,7 +72,7 @@ def test_what_is_no_device_is_said(device: str) -> None:
 
 
 def test_a_command_that_is_not_there_is_said_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"vllm.executable '/no/such/vllm' is no command here: .*grpod\[vllm\]"):
+    with pytest.raises(ConfigError, match=r"vllm.executable '/no/such/vllm' is no command here: .*pip install"):
         engine.vllm_spec(config("/no/such/vllm"), Path("base"), "cpu", "r", learner_here=False)
 
 

@@ -9,6 +9,7 @@ from grpod.bucket.memory import MemoryBucket
 from grpod.errors import ConfigError
 from grpod.run.status import render, status
 from grpod.wire import keys
+from grpod.wire.lease import Beat
 from tests.run.made import MadeRun, dropped, trained
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +30,7 @@ async def test_a_run_that_nobody_has_begun(run: MadeRun) -> None:
     assert found.as_json() == {
         "url": run.bucket.url,
         "run_id": "0123456789ab",
+        "state": "waiting",
         "ended": False,
         "reason": None,
         "version": None,
@@ -74,6 +76,23 @@ async def test_a_run_that_goes_on(run: MadeRun) -> None:
     text = render(await status(run.bucket))
     for words in ("0.300 → 0.500", "7 of 80", "18 generated: 2 trained", "g1", "cuda:0", "8 min ago", "ended: SIGTERM"):
         assert words in text
+
+
+async def test_it_says_whether_anybody_learns(run: MadeRun) -> None:
+    await run.claim(1)
+    await run.learner(1, 7, 6, waiting_for=3)
+    found = await status(run.bucket)
+    assert found.state == "running"
+    assert "waits for 3 groups" in render(found)
+    await run.learner(1, 7, 6, waiting_for=3, updated_at=time.time() - 45, counter=2)
+    found = await status(run.bucket)
+    assert found.state == "silent"
+    assert "no learner" in render(found)
+    await run.put(keys.beat(1), Beat(nonce="n1", epoch=1, counter=9, released=True).encode())
+    found = await status(run.bucket)
+    assert found.state == "stopped"
+    assert "stopped at step 7" in render(found)
+    assert "waits for" not in render(found)
 
 
 async def test_after_the_end_nothing_is_pending(run: MadeRun) -> None:
