@@ -46,6 +46,7 @@ ROLES: Mapping[str, str] = {
 }
 Run = Callable[..., Awaitable[None]]
 ROLES_ENDED = "the roles have ended"
+_LOADING_S = 10.0  # of what a role needs before it waits for anything
 NO_BUCKET = "memory://no-bucket"  # what a proxy gets that was given none
 
 log = logs.get_logger()
@@ -171,8 +172,8 @@ async def _role(ctx: Context, roles: Sequence[_Role], role: _Role, target: str, 
 
 
 async def _readiness(ctx: Context, roles: Sequence[_Role]) -> None:
-    # a little longer than a role itself waits for what it depends on: the role knows better what it lacks
-    timeout_s = 1.1 * ctx.config.run.startup_timeout_s
+    # longer than a role itself waits, for a run and then for a replica: it knows better what it lacks
+    timeout_s = 2 * ctx.config.run.startup_timeout_s + _LOADING_S
     with anyio.move_on_after(timeout_s):
         for role in roles:
             await role.ready.wait()

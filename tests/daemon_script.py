@@ -126,6 +126,7 @@ async def spawns(ctx: Context, *, index: int | None, task_status: Status) -> Non
 
 
 def main(argv: list[str]) -> int:
+    daemon._LOADING_S = 0.0  # these roles load nothing
     folder = Path(argv[0])
     pairs = [text.split("=", 1) for text in argv[1:] if text.partition("=")[0].partition("-")[0] in daemon.ROLES]
     sets = [text for text in argv[1:] if text.partition("=")[0].partition("-")[0] not in daemon.ROLES]

@@ -6,7 +6,6 @@ An engine has incarnations: one that was restarted holds no adapters, and everyt
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -22,11 +21,10 @@ from grpod.errors import ConfigError, NotReady
 from grpod.generator.token_file import TokenFile
 from grpod.replica import vllm
 from grpod.replica.client import ReplicaClient
+from grpod.replica.devices import gpus_of
 from grpod.replica.supervise import ChildSpec, supervised
-from grpod.run.base_model import weights_dtype
+from grpod.run.base_model import max_positions, weights_dtype
 from grpod.telemetry.log import get_logger
-
-_GPU = re.compile(r"(cuda:)?\d+|(GPU|MIG)-\S+")
 
 
 class Engine(Protocol):
@@ -42,6 +40,10 @@ class Engine(Protocol):
     def restart(self, incarnation: int, reason: str) -> None:
         """Ends that incarnation, where it is ours to end."""
 
+    @property
+    def trouble(self) -> str:
+        """Why it is not ready, as far as it is known; empty when it is."""
+
 
 @asynccontextmanager
 async def open_engine(
@@ -51,14 +53,11 @@ async def open_engine(
     machine, too. Raises ConfigError."""
     generator = config.generator
     if generator.engine == "remote":
-        check_engine(config)
         yield Remote(generator.remote.url, config.run.startup_timeout_s, token)
     else:
         if generator.engine == "vllm":
             spec = vllm_spec(config, base, device, name, learner_here=learner_here)
         else:
-            if "+" in device:
-                raise ConfigError(f"generator.devices: {device!r}: only generator.engine vllm uses several GPUs as one")
             spec = ChildSpec(
                 name=name,
                 command=lambda port: embedded_command(config, base, device, port),
@@ -69,20 +68,13 @@ async def open_engine(
 
 
 def check_engine(config: Config) -> None:
-    """What can be told before a base model is there: that may be gigabytes away. Raises ConfigError."""
+    """What this machine can tell before the base model is there: that may be gigabytes away. Raises ConfigError."""
     generator = config.generator
-    if generator.engine == "remote" and not generator.remote.url:
-        raise ConfigError("generator.remote.url is missing: generator.engine is remote")
-    if generator.engine != "vllm":
-        return
-    vllm.check_args(generator.vllm.args)
-    if shutil.which(generator.vllm.executable) is None:
+    if generator.engine == "vllm" and shutil.which(generator.vllm.executable) is None:
         raise ConfigError(
             f"generator.vllm.executable {generator.vllm.executable!r} is no command here: install vllm (in a checkout of "
             "grpod: pip install -e '.[vllm]'), or name the one of another environment, such as /opt/vllm/bin/vllm"
         )
-    for device in generator.devices:
-        gpus_of(device)
 
 
 def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_here: bool) -> ChildSpec:
@@ -94,6 +86,9 @@ def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_her
     shared = learner_here and not set(gpus).isdisjoint(_learners(config))
     if shared:
         get_logger().info("gpu_shared_with_learner", gpus=list(gpus), gpu_memory_utilization=vllm.SHARED_GPU)
+    most = max_positions(base)
+    if most is not None and config.model.max_model_len > most:
+        raise ConfigError(f"model.max_model_len {config.model.max_model_len}: {base} has positions for {most} tokens")
     dtype = weights_dtype(base, config.model.dtype)
     return ChildSpec(
         name=name,
@@ -102,22 +97,6 @@ def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_her
         startup_timeout_s=config.run.startup_timeout_s,
         level=vllm.level,
     )
-
-
-def gpus_of(device: str) -> tuple[str, ...]:
-    """cuda:0+cuda:1 (tensor parallel) -> both; cpu -> none; empty or auto -> the first one, where there is any. Raises
-    ConfigError."""
-    if device == "cpu":
-        return ()
-    if device in ("", "auto", "cuda"):
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-        there = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-        return ("cuda:0",) if there and not hidden else ()
-    parts = [part.strip() for part in device.split("+")]
-    for part in parts:
-        if not _GPU.fullmatch(part):
-            raise ConfigError(f"generator.devices: {device!r} is no device: cpu, cuda:0, or cuda:0+cuda:1 (tensor parallel)")
-    return tuple(f"cuda:{part}" if part.isdigit() else part for part in parts)
 
 
 def _learners(config: Config) -> tuple[str, ...]:
@@ -157,15 +136,22 @@ class Remote:
         self._startup_timeout_s = startup_timeout_s
         self._token = token
         self._incarnation = 0
+        self.trouble = ""
 
     async def ready(self) -> int:
         with anyio.move_on_after(self._startup_timeout_s):
             async with ReplicaClient(self.url, token=self._token) as client:
-                while not await client.health():  # noqa: ASYNC110  # another host's health: nothing here can tell of it
+                while ailment := await client.ailment():
+                    if ailment != self.trouble:
+                        get_logger().warning("replica_not_healthy", replica=self.url, error=ailment)
+                    self.trouble = ailment
                     await anyio.sleep(0.5)
+            self.trouble = ""
             self._incarnation += 1
             return self._incarnation
-        raise NotReady(f"replica {self.url} was not healthy within run.startup_timeout_s {self._startup_timeout_s:g} s")
+        raise NotReady(
+            f"replica {self.url} was not healthy within run.startup_timeout_s {self._startup_timeout_s:g} s: {self.trouble}"
+        )
 
     async def lost(self, incarnation: int) -> None:
         await anyio.sleep_forever()

@@ -194,7 +194,8 @@ class Generator:
                 if self._follower.view.state is None
                 else "no replica serves the newest version"
             )
-            raise NotReady(f"{missing} after run.startup_timeout_s {timeout_s:g} s")
+            troubles = "; ".join(station.trouble for station in self._stations if station.trouble)
+            raise NotReady(f"{missing} after run.startup_timeout_s {timeout_s:g} s{troubles and ': '}{troubles}")
 
     async def _begin_groups(self, outbox: Outbox, groups: TaskGroup) -> None:
         """Returns when this life is over; `ended` says why, or is empty when the name was retired."""

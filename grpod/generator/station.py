@@ -79,6 +79,11 @@ class Station:
     def url(self) -> str:
         return self._engine.url
 
+    @property
+    def trouble(self) -> str:
+        """Why its replica is not ready, in words; empty when it is."""
+        return self._engine.trouble
+
     async def run(self) -> None:
         """Until it is cancelled, or `failure` says why this replica is of no use: given up, or not what the run needs."""
         with self._life:

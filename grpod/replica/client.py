@@ -137,11 +137,17 @@ class ReplicaClient:
         return [str(entry["id"]) for entry in await self._listed_models()]
 
     async def health(self) -> bool:
+        return not await self.ailment()
+
+    async def ailment(self) -> str:
+        """Why it is not healthy, in words; empty when it is."""
         try:
             await self._send("GET", "/health", None, self._control, self._timeouts.health)
-        except (Unavailable, Refused):
-            return False
-        return True
+        except Unavailable as error:
+            return str(error)
+        except Refused as error:
+            return f"/health: {error}"
+        return ""
 
     async def server_info(self) -> ServerInfo:
         info = await self._get_json("/server_info?config_format=json")

@@ -14,6 +14,7 @@ starts the child, and ends it also when grpod cannot.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -33,6 +34,8 @@ from grpod.replica import reaper
 from grpod.replica.client import ReplicaClient
 
 LINE_LIMIT = 16_384  # bytes of one log line
+_UNBORN = 1  # restarts of a child that was never healthy: its port may have been taken; else it will not be next time either
+_WORDS = 500  # characters of a line, as its last words
 _PROGRESS_S = 10.0  # between two words of a child that is still starting
 
 
@@ -46,7 +49,7 @@ class ChildSpec:
     """added to grpod's own environment"""
     startup_timeout_s: float = 600.0
     max_restarts: int = 5
-    """in a row: a child that was healthy for stable_s starts the count anew"""
+    """in a row: a child that was healthy for stable_s starts the count anew; of one that never was, `_UNBORN` at most"""
     stable_s: float = 60.0
     backoff_s: float = 1.0
     """before the first restart; doubles up to backoff_max_s"""
@@ -91,6 +94,8 @@ class Child:
         self._healthy_since = 0.0
         self._gave_up = ""
         self._condemned = ""  # why this incarnation is to end
+        self._born = False  # was any incarnation healthy?
+        self._command: list[str] = []
         self._stop_s = spec.stop_timeout_s  # how long it may take to
         self._changed = anyio.Event()
         self._stopping = anyio.Event()
@@ -109,6 +114,13 @@ class Child:
         while self._running and self.incarnation == incarnation:
             await self._changed.wait()
 
+    @property
+    def trouble(self) -> str:
+        """Why it is not ready, as far as it is known; empty when it is."""
+        if self._healthy or self._gave_up:
+            return self._gave_up
+        return f"{self._spec.name} has not started yet; it last said: {self._said[-1] if self._said else 'nothing'}"
+
     def restart(self, incarnation: int, reason: str) -> None:
         """Of a child that is healthy by its own words, and of no use."""
         if self._running and self.incarnation == incarnation:
@@ -125,9 +137,13 @@ class Child:
                     return
                 if healthy_s >= self._spec.stable_s:
                     restarts = 0
-                if restarts == self._spec.max_restarts:
-                    last = "\n  ".join(self._said)
-                    self._gave_up = f"{self._spec.name} {reason}, after {restarts} restarts; it last said:\n  {last}"
+                if restarts >= (self._spec.max_restarts if self._born else min(_UNBORN, self._spec.max_restarts)):
+                    never = "" if self._born else " and was never healthy"
+                    words = "it last said:\n  " + "\n  ".join(self._said) if self._said else "it said nothing"
+                    command = shlex.join(self._command)
+                    self._gave_up = (
+                        f"{self._spec.name} {reason}{never}, after {restarts} restarts; its command: {command}; {words}"
+                    )
                     self._log.error("child_given_up", reason=reason, restarts=restarts)
                     self._change()
                     return
@@ -166,7 +182,8 @@ class Child:
     async def _start(self, port: int) -> tuple[Process, socket.socket, int | None]:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-I", "-S", reaper.__file__, str(theirs.fileno()), *self._spec.command(port)]
+            self._command = self._spec.command(port)
+            command = [sys.executable, "-I", "-S", reaper.__file__, str(theirs.fileno()), *self._command]
             process = await anyio.open_process(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -220,7 +237,7 @@ class Child:
                     )
                 await anyio.sleep(look_s)
                 look_s = min(spec.health_every_s, look_s * 1.5)
-            self._healthy, self._healthy_since = True, anyio.current_time()
+            self._healthy, self._born, self._healthy_since = True, True, anyio.current_time()
             self._log.info("child_ready", incarnation=self.incarnation, seconds=round(self._healthy_since - began, 1))
             self._change()
         healthy = open_ = anyio.current_time()
@@ -267,7 +284,7 @@ class Child:
     def _say(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()
         if text:
-            self._said.append(text)
+            self._said.append("".join(c if c.isprintable() else "·" for c in text[:_WORDS]))
             level = self._spec.level(text)
             if self._stopping.is_set() or (level == "warning" and not self._healthy):
                 level = "debug"  # what it says of being ended; what it warns of at every start (an error there is told)

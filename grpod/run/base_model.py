@@ -100,6 +100,16 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def max_positions(folder: Path) -> int | None:
+    """Tokens that the model has positions for; None where its config does not tell, or scales them."""
+    config = _json(folder / CONFIG)
+    text = config.get("text_config") or config
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaled = isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type", "default")) != "default"
+    found = text.get("max_position_embeddings")
+    return found if isinstance(found, int) and not scaled else None
+
+
 def weights_dtype(folder: Path, dtype: str) -> str:
     """What `dtype` means for this base: of `auto`, the one that its config names, as the learner loads it. vLLM's own `auto`
     makes 16 bits of 32, which would be trained on as noise."""

@@ -27,6 +27,22 @@ class Case(NamedTuple):
 
 
 BAD = {
+    "a remote that is no URL": Case(
+        "generator: {engine: remote, remote: {url: nonsense}}\n", ("generator.remote.url 'nonsense'", "http://host:port")
+    ),
+    "a remote of another protocol": Case("generator: {engine: remote, remote: {url: 'ftp://x'}}\n", ("'ftp://x'",)),
+    "one server for two": Case(
+        "generator: {engine: remote, devices: ['0', '1'], remote: {url: 'http://x'}}\n", ("generator.devices", "one server")
+    ),
+    "no device": Case("generator: {devices: [gpu0]}\n", ("generator.devices", "'gpu0'", "cuda:0")),
+    "a GPU twice": Case("generator: {engine: vllm, devices: ['cuda:0', '0']}\n", ("cuda:0 2 times",)),
+    "several GPUs as one, embedded": Case("generator: {devices: ['0+1']}\n", ("'0+1'", "generator.engine vllm")),
+    "an argument of grpod's own": Case(
+        "generator: {engine: vllm, vllm: {args: ['--port', '1']}}\n", ("generator.vllm.args", "'--port'")
+    ),
+    "two words as one": Case(
+        "generator: {engine: vllm, vllm: {args: ['--max-num-seqs 64']}}\n", ("generator.vllm.args", "'--max-num-seqs' and '64'")
+    ),
     "not a number": Case("learner:\n  learning_rate: 1e-5x\n", ("c.yaml:6", "learner.learning_rate: 1e-5x", "number above 0")),
     "a boolean for an int": Case("generator:\n  group_size: yes\n", ("c.yaml:6", "generator.group_size: yes", "whole number")),
     "true for an int": Case("generator:\n  group_size: true\n", ("generator.group_size", "true", "a whole number")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,9 @@ import pytest
 import structlog
 
 from grpod.config import Config
-from grpod.errors import ConfigError
+from grpod.errors import ConfigError, NotReady
 from grpod.generator import engine
-from grpod.generator.token_file import TokenFile
-
-NO_TOKEN = TokenFile("generator.remote.token_file", None, Path())
+from grpod.replica import devices
 
 
 def config(executable: str = "sh", args: tuple[str, ...] = (), **more: Any) -> Config:  # `sh`: a command that is there
@@ -24,51 +23,9 @@ def config(executable: str = "sh", args: tuple[str, ...] = (), **more: Any) -> C
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its /dev."""
-    monkeypatch.setattr(engine, "Path", lambda path: tmp_path / path.removeprefix("/dev").removeprefix("/"))
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / path.removeprefix("/dev").removeprefix("/"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
-
-
-@pytest.mark.parametrize("device", ["", "auto", "cuda"])
-def test_without_a_choice_it_is_the_first_gpu_where_there_is_one(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    (machine / "nvidiactl").touch()
-    assert engine.gpus_of(device) == ()
-    (machine / "nvidia0").touch()
-    assert engine.gpus_of(device) == ("cuda:0",)
-    assert engine.gpus_of("cpu") == ()
-    for hidden in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert engine.gpus_of(device) == ()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert engine.gpus_of(device) == ("cuda:0",)
-
-
-def test_amd_has_a_device_of_its_own(machine: Path) -> None:
-    (machine / "kfd").touch()
-    assert engine.gpus_of("") == ("cuda:0",)
-
-
-@pytest.mark.parametrize(
-    ("device", "gpus"),
-    [
-        ("cpu", ()),
-        ("0", ("cuda:0",)),
-        ("cuda:1", ("cuda:1",)),
-        ("cuda:0+cuda:1", ("cuda:0", "cuda:1")),
-        ("0 + 1", ("cuda:0", "cuda:1")),
-        ("GPU-8f2c-1", ("GPU-8f2c-1",)),
-    ],
-)
-def test_a_device_is_one_gpu_or_several_that_work_as_one(device: str, gpus: tuple[str, ...]) -> None:
-    assert engine.gpus_of(device) == gpus
-
-
-@pytest.mark.parametrize("device", ["gpu0", "cuda:", "cuda:0+", "cuda:0,cuda:1", "cuda:0+cpu"])
-def test_what_is_no_device_is_said(device: str) -> None:
-    with pytest.raises(ConfigError, match=r"generator.devices: .* is no device"):
-        engine.vllm_spec(config(), Path("base"), device, "r", learner_here=False)
 
 
 def test_a_command_that_is_not_there_is_said_with_what_to_do() -> None:
@@ -76,29 +33,8 @@ def test_a_command_that_is_not_there_is_said_with_what_to_do() -> None:
         engine.vllm_spec(config("/no/such/vllm"), Path("base"), "cpu", "r", learner_here=False)
 
 
-def test_arguments_that_are_grpods_own_are_refused_before_that() -> None:
-    with pytest.raises(ConfigError, match=r"generator.vllm.args holds '--port=1'"):
-        engine.vllm_spec(config("/no/such/vllm", args=("--port=1",)), Path("base"), "cpu", "r", learner_here=False)
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("generator", "words"),
-    [
-        ({"engine": "embedded"}, "'cuda:0[+]cuda:1': only generator.engine vllm"),
-        ({"engine": "remote"}, "generator.remote.url is missing"),
-    ],
-)
-async def test_an_engine_that_cannot_do_it_says_so(generator: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        async with engine.open_engine(
-            config(generator=generator), Path("base"), device="cuda:0+cuda:1", name="r", token=NO_TOKEN
-        ):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("devices", "learner", "here", "shared"),
+    ("device", "learner", "here", "shared"),
     [
         ("cuda:0", "auto", True, True),
         ("cuda:0", "cuda", True, True),
@@ -111,14 +47,14 @@ async def test_an_engine_that_cannot_do_it_says_so(generator: dict[str, Any], wo
     ],
 )
 def test_the_gpu_is_shared_where_the_learner_of_this_process_works_on_it(
-    machine: Path, devices: str, learner: str, here: bool, shared: bool
+    machine: Path, device: str, learner: str, here: bool, shared: bool
 ) -> None:
     (machine / "nvidia0").touch()
     with structlog.testing.capture_logs() as logs:
-        spec = engine.vllm_spec(config(learner={"device": learner}), Path("base"), devices, "r", learner_here=here)
+        spec = engine.vllm_spec(config(learner={"device": learner}), Path("base"), device, "r", learner_here=here)
     assert ("--gpu-memory-utilization" in spec.command(1)) == shared
     assert [line["gpus"] for line in logs if line["event"] == "gpu_shared_with_learner"] == (
-        [devices.split("+")] if shared else []
+        [device.split("+")] if shared else []
     )
 
 
@@ -141,3 +77,32 @@ def test_a_remote_server_on_another_host_must_be_told_where_the_adapters_lie() -
     with pytest.raises(ConfigError, match=r"generator.remote.adapter_root is missing: http://gpu1:8000"):
         root("http://gpu1:8000")
     assert engine.adapter_root(config()) is None
+
+
+def test_a_length_that_the_model_has_no_positions_for_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    made = config(model={"max_model_len": 4096})
+    for fields, fits in (
+        ({"max_position_embeddings": 4096}, True),
+        ({"max_position_embeddings": 2048}, False),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        ({}, True),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        if fits:
+            assert engine.vllm_spec(made, tmp_path, "cpu", "r", learner_here=False)
+        else:
+            with pytest.raises(ConfigError, match=r"model.max_model_len 4096: .* has positions for 2048 tokens"):
+                engine.vllm_spec(made, tmp_path, "cpu", "r", learner_here=False)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_is_not_there_is_told_of_at_once_and_at_the_end() -> None:
+    remote = engine.Remote("http://127.0.0.1:1", 0.7, lambda: None)
+    with (
+        structlog.testing.capture_logs() as logs,
+        pytest.raises(NotReady, match=r"http://127.0.0.1:1 was not healthy .*Connect"),
+    ):
+        await remote.ready()
+    told = [line["error"] for line in logs if line["event"] == "replica_not_healthy"]
+    assert len(told) == 1, "once, while it is the same"
+    assert remote.trouble in told

@@ -58,11 +58,12 @@ class Supervised:
 
 
 @asynccontextmanager
-async def watched(*words: str, **changes: object) -> AsyncIterator[Supervised]:
+async def watched(*words: str, program: list[str] | None = None, **changes: object) -> AsyncIterator[Supervised]:
     it = Supervised()
     log = structlog.wrap_logger(structlog.PrintLogger(), processors=[it])
     options = {"max_restarts": 2, "backoff_s": 0.01, "stop_timeout_s": 5.0, "health_every_s": 0.05, **changes}
-    spec = ChildSpec(name="fake", command=lambda port: [sys.executable, "-I", "-S", SCRIPT, str(port), *words], **options)
+    command = program or [sys.executable, "-I", "-S", SCRIPT]
+    spec = ChildSpec(name="fake", command=lambda port: [*command, str(port), *words], **options)
     with anyio.fail_after(60):
         async with supervised(spec, log=log) as it.child:
             yield it
@@ -198,10 +199,19 @@ async def test_a_child_that_listens_no_longer_and_does_not_end_is_started_again(
 @pytest.mark.parametrize(("word", "reason"), [("never", "ended with exit code 4"), ("deaf", "was not ready within 0.2 s")])
 async def test_it_is_given_up_after_the_limit(word: str, reason: str):
     async with watched(word, startup_timeout_s=0.2 if word == "deaf" else 30.0) as it:
-        with pytest.raises(NotReady, match=f"fake {reason}, after 2 restarts"):
+        with pytest.raises(NotReady, match=f"fake {reason} and was never healthy, after 1 restarts; its command: .*child.py"):
             await it.child.ready()
-        assert it.child.incarnation == 3
-        await it.child.lost(3)
+        assert it.child.incarnation == 2, "what never was healthy will not be next time either"
+        await it.child.lost(2)
+
+
+async def test_its_last_words_are_fit_to_be_read():
+    code = "import sys; sys.stdout.buffer.write(bytes(range(1, 32)) + b'x' * 3000); sys.exit(1)"
+    async with watched(program=[sys.executable, "-c", code]) as it:
+        with pytest.raises(NotReady) as gave_up:
+            await it.child.ready()
+    assert len(str(gave_up.value)) < 1500
+    assert all(c.isprintable() or c == "\n" for c in str(gave_up.value))
 
 
 async def test_a_stable_time_forgives_earlier_restarts():
