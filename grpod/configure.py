@@ -13,18 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from grpod.config import Config
+from grpod.config_engine import check_engine
 from grpod.config_fit import NOT_SERVED, Fitting, misfit, unknown
 from grpod.config_keys import ROOT, all_keys, key_at, leaves, nearest, schema, table
 from grpod.config_keys import Path as KeyPath
 from grpod.config_yaml import Given, Layer, dotted, read_file, read_value
 from grpod.errors import ConfigError
-from grpod.replica.devices import check_devices
-from grpod.replica.vllm import check_args
 
 __all__ = ["Loaded", "agreed_values", "check_roles", "differences", "load", "schema", "table"]
 
@@ -185,35 +183,13 @@ def check_roles(config: Config, roles: Sequence[str], *, path: Path | None = Non
         words = ", ".join(key for key, asked in not_yet.items() if asked)
         raise ConfigError(f"{f'{path}: ' if path else ''}not in this build yet: {words}; leave it out")
     if "generator" in kinds:
-        check_engine_values(config)
+        check_engine(config)
     devices = config.generator.devices
     for role in roles:
         kind, _, index = role.partition("-")
         if kind == "generator" and index and int(index) >= len(devices):
             named = f"names {len(devices)} ({', '.join(devices)}), counted from 0" if devices else "is empty: name one for each"
             raise ConfigError(f"{role}: generator.devices {named}")
-
-
-def check_engine_values(config: Config) -> None:
-    """Of the engine that is asked for, what its values alone tell. Raises ConfigError."""
-    generator = config.generator
-    if generator.engine == "remote":
-        if not _is_http(generator.remote.url):
-            raise ConfigError(f"generator.remote.url {generator.remote.url!r}: a URL like http://host:port was expected")
-        if len(generator.devices) > 1:
-            raise ConfigError("generator.devices names several, but generator.remote.url is one server: a generator each")
-        return
-    check_devices(generator.devices, parallel=generator.engine == "vllm")
-    if generator.engine == "vllm":
-        check_args(generator.vllm.args)
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def agreed_values(config: Config) -> dict[str, Any]:

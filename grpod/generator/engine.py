@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import anyio
 
 from grpod.config import Config
+from grpod.config_engine import gpus_of
 from grpod.errors import ConfigError, NotReady
 from grpod.generator.token_file import TokenFile
 from grpod.replica import vllm
 from grpod.replica.client import ReplicaClient
-from grpod.replica.devices import gpus_of
 from grpod.replica.supervise import ChildSpec, supervised
 from grpod.run.base_model import max_positions, weights_dtype
 from grpod.telemetry.log import get_logger

@@ -5,7 +5,7 @@
     log-probs  --logprobs-mode      of the distribution that was sampled from, after temperature and cuts
     end        --generation-config  vllm: no sampling default of the model gets in; end tokens go with each request
 
-What the user says in `generator.vllm` wins, but for what the supervisor itself relies on (`OURS`).
+What the user says in `generator.vllm` wins, but for what the supervisor itself relies on (`config_engine.OURS`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from grpod.config import Config
+from grpod.config_engine import flag
 from grpod.errors import ConfigError
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's kernels know
-OURS = ("--host", "--port", "--uds", "--served-model-name", "--model", "--api-key", "--enable-lora", "--no-enable-lora")
 ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # /server_info, /pause, /resume
@@ -110,21 +110,6 @@ def _given(args: Sequence[str]) -> dict[str, str]:
             after = next(iter(args[at + 1 :]), "")
             values[name] = arg.partition("=")[2] or ("" if flag(after) else after)
     return values
-
-
-def flag(arg: str) -> str:
-    """--max_loras=4 -> --max-loras, as vLLM reads it; empty for a value."""
-    return arg.partition("=")[0].replace("_", "-") if arg.startswith("--") else ""
-
-
-def check_args(args: Sequence[str]) -> None:
-    """Raises ConfigError for what would keep grpod from reaching its child."""
-    for arg in args:
-        if arg.startswith("--") and " " in arg.partition("=")[0]:
-            name, _, value = arg.partition(" ")
-            raise ConfigError(f"generator.vllm.args holds {arg!r}: write it as two entries, {name!r} and {value.strip()!r}")
-        if flag(arg) in OURS:
-            raise ConfigError(f"generator.vllm.args holds {arg!r}, which grpod sets by itself")
 
 
 def level(line: str) -> str:

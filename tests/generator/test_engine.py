@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import structlog
 
+from grpod import config_engine
 from grpod.config import Config
 from grpod.errors import ConfigError, NotReady
 from grpod.generator import engine
-from grpod.replica import devices
 
 
 def config(executable: str = "sh", args: tuple[str, ...] = (), **more: Any) -> Config:  # `sh`: a command that is there
@@ -23,7 +23,7 @@ def config(executable: str = "sh", args: tuple[str, ...] = (), **more: Any) -> C
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its /dev."""
-    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / path.removeprefix("/dev").removeprefix("/"))
+    monkeypatch.setattr(config_engine, "Path", lambda path: tmp_path / path.removeprefix("/dev").removeprefix("/"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 

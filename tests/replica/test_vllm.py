@@ -96,26 +96,6 @@ def test_the_rank_is_the_smallest_that_vllm_knows(rank: int, holds: int) -> None
     assert vllm.lora_rank(rank) == holds
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--port", "8000"], ("--port", "by itself")),
-        (["--api_key=secret"], ("--api_key=secret", "by itself")),
-        (["--served-model-name=x"], ("--served-model-name=x",)),
-        (["--no-enable-lora"], ("--no-enable-lora",)),
-        (["--seed", "1", "--max-num-seqs 64"], ("'--max-num-seqs 64'", "two entries, '--max-num-seqs' and '64'")),
-    ],
-)
-def test_what_would_keep_grpod_from_its_child_is_refused(args: list[str], words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        vllm.check_args(args)
-    assert all(word in str(caught.value) for word in ("generator.vllm.args", *words))
-
-
-def test_other_arguments_are_passed_on() -> None:
-    vllm.check_args(["--max-num-seqs", "64", '--hf-overrides={"a b": 1}', "--model-loader-extra-config", '{"--port": 1}'])
-
-
 # ---- environment
 
 

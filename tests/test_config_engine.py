@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from grpod import config_engine
+from grpod.config_engine import check_args, check_devices, gpus_of
 from grpod.errors import ConfigError
-from grpod.replica import devices
-from grpod.replica.devices import check_devices, gpus_of
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its /dev."""
-    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / path.removeprefix("/dev").removeprefix("/"))
+    monkeypatch.setattr(config_engine, "Path", lambda path: tmp_path / path.removeprefix("/dev").removeprefix("/"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -71,3 +71,23 @@ def test_no_gpu_belongs_to_two_replicas() -> None:
 def test_several_gpus_as_one_are_for_vllm() -> None:
     with pytest.raises(ConfigError, match=r"'cuda:0[+]cuda:1': only generator.engine vllm"):
         check_devices(["cuda:0+cuda:1"], parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--port", "8000"], ("--port", "by itself")),
+        (["--api_key=secret"], ("--api_key=secret", "by itself")),
+        (["--served-model-name=x"], ("--served-model-name=x",)),
+        (["--no-enable-lora"], ("--no-enable-lora",)),
+        (["--seed", "1", "--max-num-seqs 64"], ("'--max-num-seqs 64'", "two entries, '--max-num-seqs' and '64'")),
+    ],
+)
+def test_what_would_keep_grpod_from_its_child_is_refused(args: list[str], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_args(args)
+    assert all(word in str(caught.value) for word in ("generator.vllm.args", *words))
+
+
+def test_other_arguments_are_passed_on() -> None:
+    check_args(["--max-num-seqs", "64", '--hf-overrides={"a b": 1}', "--model-loader-extra-config", '{"--port": 1}'])
