@@ -69,6 +69,12 @@ def load(config: Config, base: Path, seed: int) -> Model:
     )
 
 
+def adapter_of(adapted: Any) -> dict[str, torch.nn.Parameter]:
+    """What is trained, by its name in the adapter's file."""
+    parameters = adapted.named_parameters()
+    return {name.replace(".default.", "."): parameter for name, parameter in parameters if parameter.requires_grad}
+
+
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

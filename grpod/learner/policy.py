@@ -3,7 +3,8 @@
     groups ──credit──▶ rows ──pack──▶ micro-batches ──forward, loss, backward──▶ gradient ──clip──▶ AdamW step
 
 Every method blocks (torch works inside), so it is called from a worker thread; and it is called by the learner alone, one
-call at a time: nothing here is locked. What it hands out (bytes, lists of numbers) is copied: training may go on meanwhile.
+call at a time (`score_files` beside it): nothing here is locked. What it hands out (bytes, lists of numbers) is copied:
+training may go on meanwhile.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from grpod.grpo.loss import COUNTS, policy_loss
 from grpod.learner import adapter_file, optimizer
 from grpod.learner.batch import MicroBatch, credit, micro_batches
 from grpod.learner.forward import completion_logprobs, sequence_logprobs
-from grpod.learner.model import Model, load
+from grpod.learner.model import Model, adapter_of, load
 from grpod.learner.past import Past, ratio_parts
 from grpod.learner.report import step_size, summary
+from grpod.learner.shadow import Shadow
 from grpod.wire.adapter import file_ref
 from grpod.wire.checkpoint import Trainer
 from grpod.wire.keys import ADAPTER_WEIGHTS, OPTIMIZER
@@ -73,11 +75,8 @@ class Policy:
         self._model = model
         self._base = base
         self._seed = seed
-        self._adapter: dict[str, torch.nn.Parameter] = {
-            name.replace(".default.", "."): parameter
-            for name, parameter in model.peft.named_parameters()
-            if parameter.requires_grad
-        }
+        self._adapter = adapter_of(model.peft)
+        self._shadow = Shadow(model)
         self._optimizer = optimizer.adamw(self._adapter, config.learner)
         self._past = Past(config.run.max_lag + 2)
 
@@ -237,6 +236,10 @@ class Policy:
                 return sequence_logprobs(model.causal, ids_L, fused=model.stock).tolist()
         finally:
             model.peft.train()
+
+    def score_files(self, files: Mapping[str, bytes], token_ids: Sequence[int]) -> list[float]:
+        """`score` under an adapter that was taken before, from a thread of its own while training goes on."""
+        return self._shadow.score(files[ADAPTER_WEIGHTS], token_ids)
 
     # --- files ---
 

@@ -1,4 +1,4 @@
-"""snapshot -> bucket, one at a time beside the next steps; the newest snapshot wins.
+"""snapshot -> probe scored -> bucket, one at a time beside the next steps; the newest snapshot wins.
 
     (1) adapter data   (2) adapter manifest ─▶ state goes out (announce.py)   (4+5) ledger segment and checkpoint data
     (6) checkpoint manifest: only now are the ends durable   then old checkpoints go
@@ -11,10 +11,11 @@ trained again. After (6): nothing is repeated. Every put is fenced by the lease 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.to_thread
 
 from grpod.bucket.base import Bucket
 from grpod.errors import AlreadyExists, BucketError
@@ -37,7 +38,6 @@ class Snapshot:
 
     step: int
     adapter: Mapping[str, bytes]  # adapter_model.safetensors, adapter_config.json
-    logprobs: list[float]  # of the probe under this adapter
     publish: bool
     checkpoint: bool
     republished: bool = False  # the same weights under a new number: pos stays
@@ -75,15 +75,17 @@ class Publisher:
         next_pos: int,
         segments: list[str],
         kept: list[str],
+        score: Callable[[Mapping[str, bytes], Sequence[int]], list[float]],
         on_landed: Callable[[Version, Snapshot, float], None],
         fence: Callable[[], Awaitable[None]],
     ) -> None:
-        """`fence`: raises LeaseLost unless the lease is held at this moment."""
+        """`score`: log-probs of token ids under an adapter, called in a worker thread beside the training.
+        `fence`: raises LeaseLost unless the lease is held at this moment."""
         self._bucket, self._id, self._book, self._versions = bucket, identity, book, versions
         self._next_version, self._next_pos = next_version, next_pos
         self.segments = segments  # of the ledger: every key that counts
         self._kept = kept  # checkpoint folders, oldest first
-        self._on_landed, self._fence = on_landed, fence
+        self._score, self._on_landed, self._fence = score, on_landed, fence
         self._offered: Snapshot | None = None
         self._working = False
         self._notice = Notice()
@@ -138,6 +140,7 @@ class Publisher:
 
     async def _publish(self, snapshot: Snapshot, begun: float) -> None:
         version, self._next_version = self._next_version, self._next_version + 1
+        logprobs = await anyio.to_thread.run_sync(self._score, snapshot.adapter, self._id.probe_ids)
         pos = self._next_pos - 1 if snapshot.republished else self._next_pos
         manifest = Adapter(
             run_id=self._id.run_id,
@@ -148,7 +151,7 @@ class Publisher:
             base_fingerprint=self._id.base_fingerprint,
             lora=self._id.lora,
             files={name: file_ref(data) for name, data in snapshot.adapter.items()},
-            probe=Probe(token_ids=self._id.probe_ids, logprobs=snapshot.logprobs, base_logprobs=self._id.base_logprobs),
+            probe=Probe(token_ids=self._id.probe_ids, logprobs=logprobs, base_logprobs=self._id.base_logprobs),
             created_at=time.time(),
         )
         await self._put({keys.adapter(version, self._id.epoch, name): data for name, data in snapshot.adapter.items()})

@@ -94,6 +94,7 @@ class Session:
             next_pos=claim.resumed_from.pos if claim.resumed_from else 0,
             segments=list(resume.manifest.ledger) if resume else [],
             kept=[*resume.older, keys.checkpoint_folder(resume.manifest.step, resume.manifest.epoch)] if resume else [],
+            score=policy.score_files,
             on_landed=self._landed,
             fence=lambda: _fence(lease),
         )
@@ -247,13 +248,10 @@ class Session:
     async def _snapshot(self, *, publish: bool, checkpoint: bool) -> Snapshot:
         ends, cursors = tuple(self._book.fresh), self._feed.roster.cursors()
         granted, ended = dict(self._pacing.granted), dict(self._pacing.ended)
-        state, logprobs = await anyio.to_thread.run_sync(
-            lambda: (self._policy.snapshot(), self._policy.score(self._probe_ids, adapter=True))
-        )
+        state = await anyio.to_thread.run_sync(self._policy.snapshot)
         return Snapshot(
             step=self._step,
             adapter=state.adapter,
-            logprobs=logprobs,
             publish=publish,
             checkpoint=checkpoint,
             optimizer=state.optimizer,

@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,9 @@ class FakePolicy:
         return StepReport(metrics={"loss": 0.0})
 
     def score(self, token_ids: Sequence[int], *, adapter: bool) -> list[float]:
+        return flat_score("base", token_ids)
+
+    def score_files(self, files: Mapping[str, bytes], token_ids: Sequence[int]) -> list[float]:
         return flat_score("base", token_ids)
 
     def canary_files(self, token_ids: Sequence[int]) -> dict[str, bytes]:

@@ -73,6 +73,18 @@ def test_the_files_are_plain_peft_and_equal_for_equal_weights(policies: Policies
     assert policy.num_adapter_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
+def test_a_version_is_scored_while_training_goes_on(policies: Policies) -> None:
+    policy = policies(moved=True)
+    files, scores = policy.adapter_files(), policy.score(IDS, adapter=True)
+    policy.step(GROUPS)
+    policy.step(GROUPS)
+    before = weights(policy)
+    assert policy.score_files(files, IDS) == scores, "its own weights, and not those of the moment"
+    assert policy.score(IDS, adapter=True) != scores
+    assert apart(before, weights(policy)) == 0.0
+    assert policy.score_files(policy.adapter_files(), IDS) == policy.score(IDS, adapter=True)
+
+
 def test_an_untrained_adapter_changes_nothing(policies: Policies) -> None:
     policy = policies()
     assert policy.score(IDS, adapter=True) == policy.score(IDS, adapter=False)

@@ -43,6 +43,7 @@ class World:
             next_pos=0,
             segments=[],
             kept=[],
+            score=lambda *_: [-1.0],
             on_landed=lambda *_: None,
             fence=self.fence,
         )
@@ -57,7 +58,6 @@ class World:
         return Snapshot(
             step=step,
             adapter={keys.ADAPTER_WEIGHTS: b"w%d" % step, keys.ADAPTER_CONFIG: b"{}"},
-            logprobs=[-1.0],
             publish=publish,
             checkpoint=checkpoint,
             optimizer=b"o",
