@@ -106,10 +106,11 @@ async def _root(
         log.info("starting", roles=list(names), bucket=config.run.bucket or "none")
         try:
             await ctx.stop.unless(partial(_first_look, ctx, root))
+            over = not stop.requested and await _over(ctx)
             if not stop.requested:
                 await _roles(ctx, root, table, hard_end)
             log.info("ended", reason=stop.reason)
-            await _tell(ctx)
+            await _tell(ctx, over=over)
         finally:
             with anyio.move_on_after(5, shield=True):
                 await bucket.close()
@@ -204,7 +205,16 @@ async def _signals(stop: Stopping, *, task_status: anyio.abc.TaskStatus[None]) -
             stop.request(signal.Signals(signum).name)
 
 
-async def _tell(ctx: Context) -> None:
+async def _over(ctx: Context) -> bool:
+    """Had the run ended before this process came? A bucket that does not say is the roles' own affair."""
+    try:
+        return bool(ctx.config.run.bucket) and keys.FINAL_MANIFEST in await ctx.bucket.stat([keys.FINAL_MANIFEST])
+    except BucketError as error:
+        log.warning("bucket_fails", looking_for="the end of the run", error=str(error))
+        return False
+
+
+async def _tell(ctx: Context, *, over: bool) -> None:
     """Who has trained is told on stdout what came out of it, or how it goes on."""
     if "learner" not in {name.partition("-")[0] for name in ctx.roles}:
         return
@@ -212,6 +222,11 @@ async def _tell(ctx: Context) -> None:
         if keys.FINAL_MANIFEST in await ctx.bucket.stat([keys.FINAL_MANIFEST]):
             from grpod.run.report import report  # reads Parquet: no other process needs it
 
+            if over:
+                print(
+                    f"\nthe run at {ctx.bucket.url} had ended before: nothing was trained now, and nothing that differs in "
+                    "the config has any effect. For another run: --set run.bucket=URL"
+                )
             print("\n" + await report(ctx.bucket, ctx.config, ctx.folder), flush=True)
         elif keys.LEARNER_STATE in await ctx.bucket.stat([keys.LEARNER_STATE]):
             found = await ctx.bucket.get(keys.LEARNER_STATE)

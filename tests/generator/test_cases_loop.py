@@ -14,10 +14,10 @@ import structlog
 from grpod.errors import ConfigError, NotReady
 from grpod.run.audit import audit
 from tests.generator.loops import GROUP_SIZE, liar, loop
+from tests.generator.spoilt import SPOILT, set_choice
 from tests.models import make_tiny_base
 
 pytestmark = pytest.mark.anyio
-Spoil = Callable[[dict[str, Any]], object]
 
 
 def a_group(body: Any) -> bool:
@@ -200,34 +200,6 @@ async def test_a_run_in_which_no_group_ever_has_a_spread_says_so_and_ends_with_7
 
 
 # ---- answers
-
-
-def set_choice(**values: Any) -> Spoil:
-    return lambda answer: answer["choices"][1].update(values)
-
-
-def set_logprob(value: Any) -> Spoil:
-    return lambda answer: answer["choices"][1]["logprobs"]["token_logprobs"].__setitem__(0, value)
-
-
-SPOILT: dict[str, tuple[str, Any]] = {
-    "aborted": ("edit", set_choice(finish_reason="abort")),
-    "no reason": ("edit", set_choice(finish_reason=None)),
-    "null logprob": ("edit", set_logprob(None)),
-    "NaN": ("edit", set_logprob(float("nan"))),
-    "minus infinity": ("edit", set_logprob(float("-inf"))),
-    "positive": ("edit", set_logprob(0.7)),
-    "one too many": ("edit", lambda answer: answer["choices"][1]["logprobs"]["token_logprobs"].append(-1.0)),
-    "no logprobs": ("edit", set_choice(logprobs=None)),
-    "no tokens": ("edit", set_choice(token_ids=[])),
-    "one missing": ("edit", lambda answer: answer["choices"].pop()),
-    "index twice": ("edit", set_choice(index=0)),
-    "the base": ("edit", lambda answer: answer.update(model="base")),
-    "another prompt": ("edit", lambda answer: [choice.update(prompt_token_ids=[1]) for choice in answer["choices"]]),
-    "an error": ("raw", lambda data: b'{"error": {"message": "out of memory", "code": 500}}'),
-    "cut": ("raw", lambda data: data[: len(data) // 2]),
-    "empty": ("raw", lambda data: b""),
-}
 
 
 async def test_spoilt_answers_are_asked_again_under_the_same_version_and_trained(tmp_path: Path, tiny_base: Path) -> None:

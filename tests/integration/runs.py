@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUT = (  # DESIGN: the run's folder, and nothing else in it
+LAYOUT = (  # of a run's folder: this, and nothing else
     r"run\.json",
     r"rollouts/[\w.-]+/\d{10}\.parquet",
     r"adapters/v\d{8}-e\d{6}/(adapter_model\.safetensors|adapter_config\.json|manifest\.json)",

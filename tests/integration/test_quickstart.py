@@ -39,6 +39,13 @@ def test_one_command_raises_the_reward(tmp_path: Path, base: Path) -> None:
     assert "pandas.read_parquet" in said
     assert (tmp_path / "run-reward.png").read_bytes().startswith(b"\x89PNG")
 
+    again = tmp_path / "again.log"
+    process = runs.start("learner", CONFIG, [f"run.bucket=file://{run}", f"model.base={base}", "learner.steps=99"], again)
+    with runs.ended([process]):
+        runs.wait(process, 120, again)
+    assert "had ended before: nothing was trained now" in again.read_text()
+    assert runs.grpod_json("status", "--json", f"file://{run}")["step"] == 80
+
 
 @pytest.mark.parametrize(
     ("order", "steps"),

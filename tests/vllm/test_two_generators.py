@@ -47,13 +47,16 @@ def test_a_killed_vllm_costs_what_was_in_flight_and_is_back_by_itself(tmp_path: 
 
         found = check_groups(on.run)
         _, drops = runs.rollouts(on.run)
-        reasons = {group_id: reason for group_id, reason in drops.items() if reason != "interrupted"}
+        # the learner overtakes what is slow for a moment, as an engine that shares its two cores with one that starts may be
+        stale = {group_id for group_id, reason in drops.items() if reason.startswith("stale")}
+        reasons = {group_id: reason for group_id, reason in drops.items() if reason != "interrupted" and group_id not in stale}
         cost = {group_id: reason for group_id, reason in reasons.items() if group_id.startswith(f"{name(struck)}/")}
         assert len(cost) <= lost["in_flight"], cost
         assert not reasons.keys() - cost.keys(), reasons
+        assert len(stale) <= 0.05 * len(found), f"{len(stale)} of {len(found)} groups"
         assert not [row for row in found.values() if row["reason"] == "lost"]
         check_audit(on)
         check_versions(on.run)
         check_whole(on.run)
         figures = {"back_s": back["seconds"], "steps_meanwhile": meanwhile, "in_flight": lost["in_flight"]}
-        print(json.dumps({**figures, "cost": cost, "groups": len(found)}))
+        print(json.dumps({**figures, "cost": cost, "stale": len(stale), "groups": len(found)}))
