@@ -2,7 +2,7 @@
 
     config = make_small_run(folder, tiny_base)       folder/{base/, prompts.jsonl, reward.py, grpod.yaml}
 
-The reward is the share of tokens whose id is divisible by 4: a quarter at the start, four tenths after 40 steps.
+The reward is the share of tokens whose id is divisible by 4: a quarter at the start, more than half after 80 steps.
 """
 
 from __future__ import annotations
