@@ -17,6 +17,7 @@ from grpod.ending import cancel_after_s, exit_code, force_after_s
 from grpod.errors import BucketError, LeaseLost, NotReady
 from grpod.wire import keys
 from grpod.wire.run import Stop
+from grpod.wire.state import LearnerState
 
 
 class Daemon:
@@ -123,6 +124,18 @@ def test_the_second_signal_ends_it_at_once_even_if_the_loop_is_blocked(start: An
     daemon.process.send_signal(signal.SIGINT)
     assert daemon.end() == 128 + signal.SIGINT
     assert not daemon.events("cleaned_up")
+
+
+def test_who_was_stopped_is_told_how_it_goes_on(start: Any, tmp_path: Path) -> None:
+    state = LearnerState(epoch=1, counter=1, version=7, pos=7, step=12, steps=80, updated_at=0.0)
+    path = tmp_path / "run" / keys.LEARNER_STATE
+    path.parent.mkdir(parents=True)
+    path.write_bytes(state.encode())
+    daemon = start("learner=drains")
+    daemon.until("ready")
+    daemon.process.terminate()
+    out, _ = daemon.process.communicate(timeout=60)
+    assert out.strip() == "stopped at step 12 of 80: the same command goes on from there"
 
 
 def test_a_crash_exits_1_with_one_traceback_and_cancels_the_others(start: Any) -> None:

@@ -67,7 +67,7 @@ async def open_engine(
             yield child
 
 
-def check_engine(config: Config) -> None:
+def check_executable(config: Config) -> None:
     """What this machine can tell before the base model is there: that may be gigabytes away. Raises ConfigError."""
     generator = config.generator
     if generator.engine == "vllm" and shutil.which(generator.vllm.executable) is None:
@@ -78,8 +78,8 @@ def check_engine(config: Config) -> None:
 
 
 def vllm_spec(config: Config, base: Path, device: str, name: str, *, learner_here: bool) -> ChildSpec:
-    """Raises ConfigError, as check_engine does."""
-    check_engine(config)
+    """Raises ConfigError, as check_executable does."""
+    check_executable(config)
     gpus = gpus_of(device)
     if not gpus and device != "cpu":
         get_logger().warning("vllm_on_cpu", message="no GPU is to be seen here; generator.devices: [cpu] if that is meant")

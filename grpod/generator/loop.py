@@ -24,7 +24,7 @@ from grpod.context import Context
 from grpod.errors import BucketError, GrpodError, NotReady
 from grpod.generator.advertise import advertise, proxy_token
 from grpod.generator.dataset import load_rows
-from grpod.generator.engine import check_engine, open_engine
+from grpod.generator.engine import check_executable, open_engine
 from grpod.generator.meter import Meter
 from grpod.generator.prompts import Prompt, PromptSource
 from grpod.generator.reward import RewardPool, RewardsUseless
@@ -56,7 +56,7 @@ async def run(ctx: Context, *, index: int | None = None, task_status: TaskStatus
         ctx.inputs_checked.set()
         task_status.started()
         return
-    check_engine(config)
+    check_executable(config)
     base = await anyio.to_thread.run_sync(resolve_base, config, ctx.folder)
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, base)
     name = f"g{'' if index is None else index}-{secrets.token_hex(4)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import peft
@@ -73,16 +74,30 @@ def test_the_files_are_plain_peft_and_equal_for_equal_weights(policies: Policies
     assert policy.num_adapter_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_a_version_is_scored_while_training_goes_on(policies: Policies) -> None:
-    policy = policies(moved=True)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_version_is_scored_while_training_goes_on(
+    tiny_base: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    if checkpointing:  # as for a model whose activations would not fit
+        monkeypatch.setattr("grpod.learner.model._free_bytes", lambda device: 0.0)
+    policy, alone = [Policy.load(config(), tiny_base, seed=0) for _ in range(2)]
+    assert policy._model.causal.is_gradient_checkpointing is checkpointing
+    for one in (policy, alone):
+        one.step(GROUPS)
     files, scores = policy.adapter_files(), policy.score(IDS, adapter=True)
-    policy.step(GROUPS)
-    policy.step(GROUPS)
-    before = weights(policy)
-    assert policy.score_files(files, IDS) == scores, "its own weights, and not those of the moment"
-    assert policy.score(IDS, adapter=True) != scores
-    assert apart(before, weights(policy)) == 0.0
-    assert policy.score_files(policy.adapter_files(), IDS) == policy.score(IDS, adapter=True)
+    with ThreadPoolExecutor() as pool:
+        steps = pool.submit(lambda: [policy.step(GROUPS) for _ in range(5)])
+        meanwhile = [policy.score_files(files, IDS)]
+        while not steps.done():
+            meanwhile.append(policy.score_files(files, IDS))
+        assert not any(report.skipped for report in steps.result())
+    assert len(meanwhile) > 1
+    assert all(one == pytest.approx(scores, abs=1e-6) for one in meanwhile), "its own weights, and not those of the moment"
+    assert policy.score(IDS, adapter=True) != pytest.approx(scores, abs=1e-6)
+    for _ in range(5):
+        alone.step(GROUPS)
+    assert apart(weights(alone), weights(policy)) == 0.0, "and training does not notice"
+    assert policy.score_files(policy.adapter_files(), IDS) == pytest.approx(policy.score(IDS, adapter=True), abs=1e-6)
 
 
 def test_an_untrained_adapter_changes_nothing(policies: Policies) -> None:
