@@ -34,23 +34,23 @@ def wasted(found: dict[str, dict[str, object]], *reasons: str) -> int:
 
 def test_with_lag_4_hardly_anything_is_stale_and_a_stop_request_ends_all_roles(on: Fleet) -> None:
     """Two generators, four processes; `grpod stop` while it runs; the same commands go on from there, to the end."""
-    sets = (*LAG_4, "learner.steps=60")
     roles = ("generator", "proxy", "learner", "generator")
-    first = [on.start(role, sets=sets) for role in roles]
+    first = [on.start(role, sets=(*LAG_4, ON_AND_ON)) for role in roles]
     on.until_step(20)
     subprocess.run(runs.command("stop", on.url), check=True, timeout=60)
     assert [one.end() for one in first] == [0, 0, 0, 0], on.tails()
     check_whole(on.run)
     check_audit(on)
     stopped_at = on.state()["step"]
-    second = [on.start(role, sets=sets) for role in reversed(roles)]
+    steps = stopped_at + 40
+    second = [on.start(role, sets=(*LAG_4, f"learner.steps={steps}")) for role in reversed(roles)]
     proxy = second[2]
     assert [one.end() for one in second if one is not proxy] == [0, 0, 0], on.tails()
     proxy.terminate()
     found = check_groups(on.run)
     check_whole(on.run)
     assert second[1].events("policy_loaded")[0]["step"] == stopped_at
-    assert Counter(row["step"] for row in found.values() if row["end"] == "trained") == dict.fromkeys(range(1, 61), 4)
+    assert Counter(row["step"] for row in found.values() if row["end"] == "trained") == dict.fromkeys(range(1, steps + 1), 4)
     assert wasted(found, "stale", "stale_in_flight", "lost") <= 0.1 * len(runs.begun(on.run)), Counter(
         row["reason"] for row in found.values()
     )
